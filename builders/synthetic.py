@@ -32,7 +32,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ENDING, render
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.plugins.numerics import NVFP4_GROUP
+from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
 QWEN36_27B = TargetDims(
     vocab=248320,

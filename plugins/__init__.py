@@ -6,11 +6,11 @@ test cases, `body.py` the ONNX function. The CUDA kernels and their launch rule 
 
 from thor_dflash.plugins.accept import OP as ACCEPT
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.gdn import OP as GDN
 from thor_dflash.plugins.head import OP as HEAD
 from thor_dflash.plugins.linear import OP as LINEAR
-from thor_dflash.plugins.op import Op
 from thor_dflash.plugins.verify_attention import OP as VERIFY_ATTENTION
 
 OPS: tuple[Op, ...] = (LINEAR, GDN, VERIFY_ATTENTION, DRAFT_ATTENTION, CONTEXT_KV, HEAD, ACCEPT)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.op import Attributes, Op
+from thor_dflash.plugins.contract import Attributes, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ MOST_AHEAD = 24 << 20
 def ahead(site: Site, blocks: int) -> tuple[At, Int]:
     """Returns arguments for a launch that leaves memory idle: the next product's weight, if the
     call has it, and the bytes of it that each of `blocks` blocks prefetches into the L2 cache
-    (cuda/ahead.cuh).
+    (cuda/prefetch.cuh).
     """
     nbytes = site.ports[AHEAD].nbytes if AHEAD in site else 0
     return At(AHEAD), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.numerics import rounded
-from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.numpy_math import rounded
 
 BF16, FP8 = DType.BF16, DType.FP8
 

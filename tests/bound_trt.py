@@ -23,9 +23,9 @@ from trt_stubs import FETCH_SECONDS, STORE, libraries
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import working
 from thor_dflash.plugins.launch import THOR, Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.tensorrt.node import KEYS, Node, describe, tensor_of
 
 LEAN = "tensorrt_lean_cu13_libs"

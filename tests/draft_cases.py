@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.numerics import rope
-from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.numpy_math import rope
 
 BF16 = DType.BF16.numpy
 TILE = 64

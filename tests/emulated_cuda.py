@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 from emulation import Memory, is_early
 from fake_cuda import FACTS, MEMORY, OK, Fake
-from kernels import POISON
+from kernel_cache import POISON
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
-from thor_dflash.plugins.cuda import driver, enqueue, kernels
+from thor_dflash.plugins.contract import NEXT
+from thor_dflash.plugins.cuda import driver, enqueue, kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Shift, Table
-from thor_dflash.plugins.op import NEXT
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.engines.cuda import binding, engine, graph_capture
 from thor_dflash.runtime.engines.protocol import Call
 
@@ -376,7 +376,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
         return Cubin(pickle.dumps((source.resolve(), dict(defines))), "")
 
     monkeypatch.setattr(driver, "_bindings", lambda: made)
-    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(kernel_cache, "load", load)
     monkeypatch.setattr(engine, "bind", made.bind)
     monkeypatch.setattr(graph_capture, "enqueue", made.enqueue)
     return made

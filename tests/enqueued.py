@@ -15,7 +15,7 @@ import stand_in_trt as trt
 from kernels import GUARD, Call, rule_of
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.cuda import call as calls
+from thor_dflash.plugins.cuda import op_call as calls
 from thor_dflash.plugins.launch import Device, Launch
 from thor_dflash.plugins.tensorrt.node import describe, tensor_of
 

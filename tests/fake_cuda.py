@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thor_dflash.plugins.cuda import driver, kernels
+from thor_dflash.plugins.cuda import driver, kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
 
 OK = type("Status", (int,), {"name": "CUDA_SUCCESS"})(0)
@@ -263,5 +263,5 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Replace the driver by a fake, and compiling by a function that returns empty cubins."""
     made = Fake()
     monkeypatch.setattr(driver, "_bindings", lambda: made)
-    monkeypatch.setattr(kernels, "load", lambda *_, **__: Cubin(b"", ""))
+    monkeypatch.setattr(kernel_cache, "load", lambda *_, **__: Cubin(b"", ""))
     return made

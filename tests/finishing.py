@@ -14,8 +14,8 @@ from products import BF16, nvfp4
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attributes, Case
 from thor_dflash.plugins.launch import Site
-from thor_dflash.plugins.op import Attributes, Case
 
 HEAD, PIECES, PLACES = 128, 8, 32
 """Columns of a head, its sums of squares, and rows for which these have a place."""

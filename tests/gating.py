@@ -11,9 +11,9 @@ from kernels import Backend, Call, Step, Value, buffer, call_of, shaped, slabs, 
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import Argument, At, Int, Real, Scratch, Site
-from thor_dflash.plugins.linear.prepare import prepared
-from thor_dflash.plugins.op import Case
+from thor_dflash.plugins.linear.prologue_launch import prepared
 from thor_dflash.plugins.verify_attention import OP
 
 BF16 = DType.BF16.numpy

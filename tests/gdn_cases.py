@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import Attribute, Case
 from thor_dflash.plugins.gdn.reference import gdn_case
-from thor_dflash.plugins.op import Attribute, Case
 
 
 def case_of(

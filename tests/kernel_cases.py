@@ -16,11 +16,11 @@ from kernels import Refused, in_kernel_types, packed, shaped, site_of
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.accept.reference import accept_case
+from thor_dflash.plugins.contract import Attribute, Case, Op
 from thor_dflash.plugins.gdn.reference import gdn_case
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.reference import reference, weight_case
-from thor_dflash.plugins.numerics import rounded
-from thor_dflash.plugins.op import Attribute, Case, Op
+from thor_dflash.plugins.numpy_math import rounded
 
 Rng = np.random.Generator
 BF16, FP8 = DType.BF16, DType.FP8

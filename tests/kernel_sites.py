@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.launch import Shaped
-from thor_dflash.plugins.op import Attribute
 
 BF16, F32, I32, FP8, U8 = DType.BF16, DType.F32, DType.I32, DType.FP8, DType.U8
 Ports = Mapping[str, Shaped]

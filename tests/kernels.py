@@ -18,6 +18,7 @@ import numpy as np
 from nearness import hold_near, near_of
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import ACTIVATION, CACHE, Case, Op, Port, bind
 from thor_dflash.plugins.launch import (
     THOR,
     Addresses,
@@ -33,7 +34,6 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.op import ACTIVATION, CACHE, Case, Op, Port, bind
 
 GUARD = 1024
 """Bytes before and after every buffer that nobody may write; also a buffer's alignment."""

@@ -11,7 +11,7 @@ from kernels import GUARD, Buffer, Pointers, Step, Value
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import enqueue
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Int, Real
 
 

@@ -17,8 +17,8 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import ACCEPT
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.op import Attributes
 from thor_dflash.runtime.decoding.block import Block
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.engines.cuda.binding import cuda

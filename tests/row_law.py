@@ -9,7 +9,7 @@ from kernel_cases import cases_of
 from kernels import Call
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.op import Case, Op
+from thor_dflash.plugins.contract import Case, Op
 
 
 def same_bits(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:

@@ -22,9 +22,9 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program
+from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import ALIGNMENT
 from thor_dflash.plugins.launch import Shaped
-from thor_dflash.plugins.op import DOMAIN, VERSION
 from thor_dflash.plugins.tensorrt.node import KEYS, Node, tensor_of
 
 __version__ = "10.13.3.9"

@@ -12,10 +12,10 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.package.launch_program import Program, Step, read
+from thor_dflash.plugins.contract import NEXT, Attributes
 from thor_dflash.plugins.launch import Shaped, Site
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.op import NEXT, Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 
 Spoil = Callable[[Step, dict[str, Array]], None]

@@ -40,7 +40,7 @@ MAY = {
     "onnx": [
         "builders/*",
         "calib/check/nodes.py",
-        "plugins/body.py",
+        "plugins/onnx_builder.py",
         "plugins/*/body.py",
         "tests/*",
     ],

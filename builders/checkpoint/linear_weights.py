@@ -22,7 +22,7 @@ from thor_dflash.builders.checkpoint.safetensors_header import Stored
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.numerics import NVFP4_GROUP
+from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
 PLAIN = ("bfloat16", "float16", "float32")
 

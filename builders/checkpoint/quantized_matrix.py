@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.numerics import E2M1, NVFP4_GROUP
+from thor_dflash.plugins.numpy_math import E2M1, NVFP4_GROUP
 
 
 class WeightKind(Enum):

@@ -8,8 +8,8 @@ from thor_dflash.builders.graphs.graph_builder import Graph, Value
 from thor_dflash.builders.graphs.weight_placement import EMBEDDING, Packed, Source
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.body import ONNX_TYPE
-from thor_dflash.plugins.op import Attribute
+from thor_dflash.plugins.contract import Attribute
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
 NO_VALUES: Mapping[str, Value] = {}
 NO_ATTRIBUTES: Mapping[str, Attribute] = {}

@@ -11,8 +11,8 @@ from thor_dflash.builders.graphs.weight_placement import Source
 from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
-from thor_dflash.plugins.body import ONNX_TYPE
-from thor_dflash.plugins.op import NEXT, Attribute
+from thor_dflash.plugins.contract import NEXT, Attribute
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
 
 class Drafter:

@@ -11,9 +11,9 @@ from onnx import helper, numpy_helper
 
 from thor_dflash.builders.output.weight_files import Stored
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.bodies import BODIES
-from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function, node
-from thor_dflash.plugins.op import DOMAIN, IN_PLACE, VERSION, Attribute, Op, bind
+from thor_dflash.plugins.contract import DOMAIN, IN_PLACE, VERSION, Attribute, Op, bind
+from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function, node
+from thor_dflash.plugins.onnx_registry import BODIES
 
 Shape = tuple[int | str, ...]
 

@@ -13,7 +13,7 @@ from thor_dflash.builders.graphs.weight_placement import Source, gate_rows
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION
-from thor_dflash.plugins.op import NEXT, Attribute
+from thor_dflash.plugins.contract import NEXT, Attribute
 
 Mode = Literal["verify", "prefill"]
 

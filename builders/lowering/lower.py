@@ -22,17 +22,17 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import DOMAIN, Attributes
 from thor_dflash.plugins.launch import AHEAD, Shaped, Site
-from thor_dflash.plugins.linear.few import (
+from thor_dflash.plugins.linear.decode_launch import (
     SQUARES_ROWS,
     head_squares,
     row_squares,
     slabs,
     takes_heads,
 )
-from thor_dflash.plugins.linear.prepare import SLAB
-from thor_dflash.plugins.op import DOMAIN, Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.linear.prologue_launch import SLAB
+from thor_dflash.plugins.registry import RULES
 
 _TYPES = {op.type: op for op in OPS}
 _DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,

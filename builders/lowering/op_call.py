@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.op import Attribute
+from thor_dflash.plugins.contract import Attribute
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from thor_dflash.builders.output.weight_files import Stored, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 from thor_dflash.plugins.launch import Site
-from thor_dflash.plugins.rules import Rule
+from thor_dflash.plugins.registry import Rule
 
 CONSTANTS = f"{WEIGHTS}constants.bin"
 """The file of constants that the graphs hold themselves."""

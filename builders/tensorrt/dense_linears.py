@@ -26,10 +26,10 @@ from thor_dflash.builders.tensorrt.weight_constants import FP4, Constants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.body import Body, Inputs
-from thor_dflash.plugins.linear.body import prologue
-from thor_dflash.plugins.numerics import NVFP4_GROUP
-from thor_dflash.plugins.op import Attributes
+from thor_dflash.plugins.contract import Attributes
+from thor_dflash.plugins.linear.onnx_body import prologue
+from thor_dflash.plugins.numpy_math import NVFP4_GROUP
+from thor_dflash.plugins.onnx_builder import Body, Inputs
 
 OPSET = 23
 """The first opset with 4-bit floats in DequantizeLinear."""

@@ -17,10 +17,10 @@ from onnx import helper
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, Step, Value, Weight
-from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET
+from thor_dflash.plugins.contract import DOMAIN, NEXT, VERSION, Attributes
 from thor_dflash.plugins.launch import AHEAD, Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, NEXT, VERSION, Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.plugins.tensorrt.node import WORD, Node, describe
 
 NOMINAL = 128

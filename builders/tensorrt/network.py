@@ -16,7 +16,7 @@ import tensorrt as trt
 from thor_dflash.builders.tensorrt.profiles import Range, Together
 from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.core.errors import EngineError
-from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.plugins.contract import DOMAIN
 from thor_dflash.plugins.tensorrt.host import Messages
 
 TYPES: Mapping[int, trt.DataType] = {

@@ -28,8 +28,8 @@ from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import CHUNK_STEPS, FileEntry
 from thor_dflash.package.trt_engine import Made, Plan, PlanNode
+from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.cuda.driver import Driver, Info
-from thor_dflash.plugins.op import NEXT
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
 
 LOG = "tensorrt.log"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
-from thor_dflash.plugins.op import DOMAIN, VERSION
+from thor_dflash.plugins.contract import DOMAIN, VERSION
 
 OPSETS = (21, 23)
 """Allowed opsets of standard operators: 23 for graphs with 4-bit floats."""

@@ -15,7 +15,7 @@ import onnx
 
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.body import ONNX_TYPE
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
 FILE = "constants.bin"
 """Name of the scratch file, which the deployment graph refers to."""

@@ -27,7 +27,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.contract import NEXT
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.measure.score import score, shapes
 from thor_dflash.runtime.session.session import Session

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.op import Attributes, Op
+from thor_dflash.plugins.contract import Attributes, Op
 
 PART = 8192
 """Vocabulary rows evaluated at a time: those of a large model in float64 would take tens of

@@ -6,9 +6,9 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.launch_program import Program, Step
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.protocol import Call
 

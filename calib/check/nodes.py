@@ -22,8 +22,8 @@ from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.body import ONNX_TYPE
-from thor_dflash.plugins.op import DOMAIN, Attributes, Op
+from thor_dflash.plugins.contract import DOMAIN, Attributes, Op
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Call

@@ -11,10 +11,10 @@ from thor_dflash.calib.check.define import define
 from thor_dflash.calib.check.seen import Outputs, Seen
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
+from thor_dflash.plugins.contract import Attributes, Op
 from thor_dflash.plugins.launch import Site
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.op import Attributes, Op
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.engines.protocol import Call
 
 EXACT = 2e-5

@@ -44,7 +44,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.accept.reference import HEADER, Record, cases, reference
-from thor_dflash.plugins.op import Attributes, Op, Port
+from thor_dflash.plugins.contract import Attributes, Op, Port
 
 __all__ = ["OP", "Record"]
 

@@ -1,7 +1,7 @@
 // accept: from logits to the record in one launch.
 // Grid: slices of a row x rows. Each block stores the summary of its slice in a few words; the last
 // block to finish combines them in order, decides each row in one lane, and writes the record.
-#include "cuda/slice.cuh"
+#include "cuda/vocab_slice.cuh"
 
 constexpr int FAULT = -1;  // as a slice's id: the slice has NaN or positive infinity
 constexpr int STRICT = 0, LOG_MARGIN = 1;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.head.best import THREADS, slices
+from thor_dflash.plugins.head.argmax_launch import THREADS, slices
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
 
 MOST_ROWS = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attributes, Case
 
 HEADER = 5
 """Words before the per-row words."""

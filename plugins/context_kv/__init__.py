@@ -27,7 +27,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.context_kv.reference import cases, reference
-from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
+from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 

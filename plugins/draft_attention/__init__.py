@@ -27,8 +27,8 @@ Source: z-lab DFlash model.py (per-layer causality rule), vLLM qwen3_dflash.py.
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
 from thor_dflash.plugins.draft_attention.reference import cases, reference
-from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 

@@ -7,8 +7,8 @@
 // what is seen were written in an earlier step and are read before the wait. The next kernel may
 // start when a block has requested its last tile; earlier, loads of its weights would delay that.
 #include "draft_attention/rotary.cuh"
-#include "draft_attention/tile.cuh"
-#include "linear/slabs.cuh"
+#include "draft_attention/kv_tile.cuh"
+#include "linear/activation_slabs.cuh"
 
 // The part of the context that a block works on.
 struct Stretch {

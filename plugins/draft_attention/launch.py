@@ -8,8 +8,8 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
-from thor_dflash.plugins.linear.prepare import SLAB
-from thor_dflash.plugins.numerics import inverse_frequency
+from thor_dflash.plugins.linear.prologue_launch import SLAB
+from thor_dflash.plugins.numpy_math import inverse_frequency
 
 IN_PLACE: frozenset[str] = frozenset()
 """Outputs that overwrite their input."""

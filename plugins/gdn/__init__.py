@@ -41,8 +41,8 @@ Source: Qwen3.5 modeling (transformers models/qwen3_5, torch_recurrent_gated_del
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
 from thor_dflash.plugins.gdn.reference import cases, reference
-from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 _F32 = (DType.F32,)

@@ -4,7 +4,7 @@
 //     (I + diag(beta) strict(L o K K^T)) d = diag(beta) (V - diag(gamma) K S)
 //     O = diag(gamma) Q S + (L o Q K^T) d
 //     S <- gamma_last S + K^T diag(L[last]) d
-// chunks.cu computes the matrices of all chunks in parallel: K, Q, T = (I + ...)^-1 diag(beta) and
+// prefill_chunks.cu computes the matrices of all chunks in parallel: K, Q, T = (I + ...)^-1 diag(beta) and
 // P = L o Q K^T. prefill.cu then walks the chunks in order.
 //
 // Factors are split into bf16 pairs, high + low, and products leave out low x low: an error of at
@@ -13,7 +13,7 @@
 // zeros, so the bits of row t do not depend on them as long as they are finite: zero times NaN is
 // NaN.
 #pragma once
-#include "gdn/rows.cuh"
+#include "gdn/conv_gates.cuh"
 
 constexpr int CHUNK = 32;
 constexpr int THREADS = 128, WARPS = 4;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Shift, Site, ahead
-from thor_dflash.plugins.linear.few import head_squares
+from thor_dflash.plugins.linear.decode_launch import head_squares
 
 IN_PLACE: frozenset[str] = frozenset({"next_state"})
 """Outputs that overwrite their input."""
@@ -20,7 +20,7 @@ TAPS = 4
 MOST_ROWS = 32
 """Most rows of a verify call, and most records."""
 SLAB = 16
-"""Columns of each value head that one thread block of a verify computes; as in block.cuh."""
+"""Columns of each value head that one thread block of a verify computes; as in recurrence.cuh."""
 VERIFY_THREADS = 256
 """Threads of a block in a verify launch."""
 THREADS = 128
@@ -28,9 +28,9 @@ THREADS = 128
 MOST_HEADS = 3
 """Most value heads of a thread block in a verify launch."""
 GATES = 8
-"""Floats that hold a row's gates in shared memory; as in block.cuh."""
+"""Floats that hold a row's gates in shared memory; as in recurrence.cuh."""
 BARRIERS = 256
-"""Bytes for the barriers of a verify block; as in block.cuh."""
+"""Bytes for the barriers of a verify block; as in recurrence.cuh."""
 
 CHUNK = 32
 """Rows of a prefill's chunk; this and the following sizes must agree with chunk.cuh, prefill.cu."""
@@ -210,7 +210,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
 
 
 def _next(site: Site) -> int:
-    """How the call leaves its rows for the next product, as NEXT in finish.cuh."""
+    """How the call leaves its rows for the next product, as NEXT in epilogue.cuh."""
     if "y0_slabs" not in site:
         return 0
     return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
@@ -250,7 +250,7 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             threads=THREADS,
             arguments=(*(At(port) for port in _CHUNK_PORTS), *_SHIFTS, *scratch, *_sizes(site)),
             shared=KEY_BYTES + 2 * CHUNK * DIM * 4,
-            source="chunks.cu",
+            source="prefill_chunks.cu",
         ),
         Launch(
             kernel="gdn_prefill",

@@ -1,7 +1,7 @@
 // The walk over a prefill's chunks (chunk.cuh). A warp owns 16 columns of a value head and keeps
 // S^T in accumulators of matrix products, whose layout is also that of the next product's left
 // operand. Warps synchronise only around the loads of a chunk. State, records and tail were written
-// in an earlier step (see kernel.cu).
+// in an earlier step (see decode.cu).
 #include "gdn/chunk.cuh"
 
 constexpr int SLAB = 16 * WARPS;               // columns of a thread block
@@ -19,7 +19,7 @@ struct Lane {
     }
 };
 
-// Rounds each element twice per record, as the fold in kernel.cu does.
+// Rounds each element twice per record, as the fold in decode.cu does.
 DEVICE void fold(float (&s)[D / 8][4], const Lane& lane, const float* record_k,
                  const float* record_d, const float* record_decay, int n, int key_heads,
                  int value_heads) {

@@ -24,8 +24,8 @@ Source: Qwen3.5 modeling; the reduced draft vocabulary follows EAGLE-3's d2t map
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import ACTIVATION, Op, Port
 from thor_dflash.plugins.head.reference import cases, reference
-from thor_dflash.plugins.op import ACTIVATION, Op, Port
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 

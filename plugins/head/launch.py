@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.head.best import best_launches
+from thor_dflash.plugins.head.argmax_launch import best_launches
 from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear.few import MOST_ROWS, Epilogue, Fused, few_launches
+from thor_dflash.plugins.linear.decode_launch import MOST_ROWS, Epilogue, Fused, few_launches
 from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
 
 IN_PLACE: frozenset[str] = frozenset()

@@ -36,8 +36,8 @@ Source: Qwen3.5 modeling (transformers models/qwen3_5), modelopt NVFP4QTensor fo
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
 from thor_dflash.plugins.linear.reference import cases, reference
-from thor_dflash.plugins.op import ACTIVATION, Attributes, Op, Port
 
 _WEIGHT = (DType.U8, DType.FP8, DType.BF16, DType.F16, DType.F32)
 _PLAIN = (DType.BF16, DType.F16, DType.F32)

@@ -1,7 +1,7 @@
 // For the product with many rows: how a warp loads the weights of 16 of K x half an n-tile (32
 // columns) and decodes them into matrix fragments.
 #pragma once
-#include "linear/units.cuh"
+#include "linear/packed_weight.cuh"
 
 constexpr int NARROW = 3;  // kind of an NVFP4 n-tile that is stored as four narrow tiles
 constexpr int STRIPS = 4;  // of 8 columns, in half an n-tile
@@ -9,7 +9,7 @@ constexpr int STRIPS = 4;  // of 8 columns, in half an n-tile
 // b0, b1 of each strip.
 typedef u32 StripFragments[STRIPS][2];
 
-// A lane's part of 16 of K x 32 columns, as stored (units.cuh).
+// A lane's part of 16 of K x 32 columns, as stored (packed_weight.cuh).
 template <int KIND> struct Packed {
     static constexpr int WORDS = KIND == BF16 ? 8 : KIND == FP8 ? 4 : 2;
     static constexpr int LOADS = KIND == NARROW ? 2 : (WORDS + 3) / 4;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear import prefill_launch
-from thor_dflash.plugins.linear.few import (
+from thor_dflash.plugins.linear.decode_launch import (
     HEAD_COLUMNS,
     MOST_ROWS,
     Epilogue,
@@ -14,7 +14,7 @@ from thor_dflash.plugins.linear.few import (
     takes_heads,
 )
 from thor_dflash.plugins.linear.layout import KIND_OF
-from thor_dflash.plugins.linear.prepare import HEADS, refuse_types
+from thor_dflash.plugins.linear.prologue_launch import HEADS, refuse_types
 
 __all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight"]
 

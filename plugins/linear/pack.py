@@ -1,7 +1,7 @@
 """Packs weights into the form that the kernels read; done once, when a package is built.
 
 The words of a slot are in the order in which the lanes of a warp load them, as fragments of
-16 x 8 matrix products: units.cuh describes the bits, layout.py the offsets.
+16 x 8 matrix products: packed_weight.cuh describes the bits, layout.py the offsets.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _scale_words(scales: Array) -> Array:
 
 
 def _words(codes: Array) -> Array:
-    """codes [64, K/2] -> uint32 [k16, g, t, j], bits as in units.cuh."""
+    """codes [64, K/2] -> uint32 [k16, g, t, j], bits as in packed_weight.cuh."""
     # [j, p, g, k16, b], each of four bytes t: strip 2j + p, column g, k = 16 k16 + 8 b + 2 t
     quads = codes.view(np.uint32).reshape(4, 2, 8, -1, 2)
     k16 = quads.shape[3]

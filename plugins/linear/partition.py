@@ -93,7 +93,7 @@ class Partition:
     """Blocks of a cluster."""
     clusters: tuple[tuple[Item, ...], ...]
     by_head: bool = False
-    """Whether rows lack the factors 1 / rms of their heads (heads.cuh)."""
+    """Whether rows lack the factors 1 / rms of their heads (head_norm.cuh)."""
 
     @property
     def most_items(self) -> int:
@@ -141,7 +141,7 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class FirstItems:
-    """What a block computes its cluster's first item from, as FirstItems in ring.cuh: arguments of
+    """What a block computes its cluster's first item from, as FirstItems in pipeline.cuh: arguments of
     the kernel.
     """
 
@@ -164,7 +164,7 @@ def _first_groups(plan: Layout) -> list[Group]:
 
 def _regular(plan: Layout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
-    time, in order, and nothing else. None with narrow tiles: see FirstItems in ring.cuh.
+    time, in order, and nothing else. None with narrow tiles: see FirstItems in pipeline.cuh.
     """
     if plan.narrow or not cut.tiles:
         return 0
@@ -281,7 +281,7 @@ def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[
 
 def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
     """Returns among how many n-tiles a block's warps are divided, which may be more than the piece
-    has; as Item::lanes in ring.cuh.
+    has; as Item::lanes in pipeline.cuh.
     """
     if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4:
         return cut.warps // 2

@@ -3,7 +3,7 @@
 // A block computes one output tile of TILE_ROWS rows x 256 packed columns (up to four n-tiles of a
 // group) at a time. A warp owns all of its rows x half an n-tile (32 columns), so that a block
 // decodes every weight once, in registers, and no bf16 copy exists. K is processed in steps of 64,
-// each one stage of a ring in shared memory that bulk copies fill with rows (in slabs: slabs.cuh)
+// each one stage of a ring in shared memory that bulk copies fill with rows (in slabs: activation_slabs.cuh)
 // and weights. There is no producer warp: all warps multiply, and each issues the copies of every
 // WARPS'th step. They synchronise only at the mbarriers of the stages. Blocks are persistent: the
 // ring is filled for the next item while the epilogue of the current one runs.

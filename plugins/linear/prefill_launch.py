@@ -23,9 +23,9 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.linear.few import Epilogue, strip_table
+from thor_dflash.plugins.linear.decode_launch import Epilogue, strip_table
 from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Layout, Piece, layout
-from thor_dflash.plugins.linear.prepare import SLAB, prepared
+from thor_dflash.plugins.linear.prologue_launch import SLAB, prepared
 
 FEWEST_STAGES = 2
 """Fewest stages of the ring with which the kernel works."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.numerics import dequantise, rms_norm, rounded, sigmoid, silu, wide
-from thor_dflash.plugins.op import Arrays, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attributes, Case
+from thor_dflash.plugins.numpy_math import dequantise, rms_norm, rounded, sigmoid, silu, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:

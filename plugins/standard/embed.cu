@@ -3,8 +3,8 @@
 // Compile-time: NEXT, what is written for that product: 0 nothing; 1 or 2 the rows in slabs, times
 // (offset + weight) of its norm, whose weight is bf16 or float32, and the sums of squares from
 // which its row scales are computed.
-#include "linear/eights.cuh"
-#include "linear/slabs.cuh"
+#include "linear/vec8.cuh"
+#include "linear/activation_slabs.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int SLICE = 256;  // columns that a warp copies

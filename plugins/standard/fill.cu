@@ -1,5 +1,5 @@
 // Fills memory with reproducible pseudo-random weights: element i depends only on seed and i.
-#include "linear/units.cuh"
+#include "linear/packed_weight.cuh"
 
 constexpr int THREADS = 256;
 constexpr u32 SCALE_CODES = 0x78787878u;  // four E5M3 bytes of 0.5; their three low bits are free

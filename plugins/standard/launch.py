@@ -15,7 +15,7 @@ import numpy as np
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Real, Table
-from thor_dflash.plugins.linear.few import SQUARES_ROWS
+from thor_dflash.plugins.linear.decode_launch import SQUARES_ROWS
 
 WARPS = 8
 THREADS = 32 * WARPS

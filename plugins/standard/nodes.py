@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Case, Op
 from thor_dflash.plugins.linear.reference import reference as linear
-from thor_dflash.plugins.numerics import rounded, silu, wide
-from thor_dflash.plugins.op import Arrays, Attribute, Attributes, Case, Op
+from thor_dflash.plugins.numpy_math import rounded, silu, wide
 
 
 def _no_cases(rng: np.random.Generator) -> Iterator[Case]:

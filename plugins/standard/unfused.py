@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thor_dflash.plugins.launch import At, Int, Launch, Site
-from thor_dflash.plugins.linear.prepare import HEADS, prepared, refuse_types
+from thor_dflash.plugins.linear.prologue_launch import HEADS, prepared, refuse_types
 
 THREADS = 256
 UNIT = 8

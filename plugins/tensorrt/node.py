@@ -21,9 +21,9 @@ from functools import cache
 from typing import TypeVar
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import Attribute, Attributes, Port
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import Attribute, Attributes, Port
-from thor_dflash.plugins.rules import ROOT, RULES, Rule
+from thor_dflash.plugins.registry import ROOT, RULES, Rule
 
 PORTS = "ports"
 KNOWN = "known"

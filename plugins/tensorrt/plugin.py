@@ -26,12 +26,12 @@ import tensorrt as trt
 
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.cuda.call import Call
+from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import working
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
+from thor_dflash.plugins.cuda.op_call import Call
 from thor_dflash.plugins.launch import Device, Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, VERSION
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.plugins.tensorrt.node import KEYS, Key, Node, fingerprint
 
 TYPES: Mapping[trt.DataType, DType] = {

@@ -29,7 +29,7 @@ Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.op import ACTIVATION, CACHE, Attributes, Op, Port
+from thor_dflash.plugins.contract import ACTIVATION, CACHE, Attributes, Op, Port
 from thor_dflash.plugins.verify_attention.reference import cases, reference
 
 TILE = 128

@@ -2,7 +2,7 @@
 //
 // Two forms; in each, a row's bits do not depend on where its block begins or how many rows it has,
 // nor on later rows as long as their values are finite (the row multiplies them by zero):
-//   short calls   attend_split (pieces of the cache in parallel, see pieces.cuh) and combine
+//   short calls   attend_split (pieces of the cache in parallel, see split_kv.cuh) and combine
 //   long calls    write_rows, then attend_dense (a block of threads per 16 tokens and head)
 // Only the call's own rows come to attend_split from the previous kernel: the length, and the cache
 // up to it, were written in an earlier step and are read before the wait.
@@ -10,11 +10,11 @@
 // Compile-time: GROUP (query heads per key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise), HALF (angles of a row: half of the
 // rotated columns).
-#include "cuda/ahead.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/device.cuh"
-#include "linear/rows.cuh"
-#include "verify_attention/attend.cuh"
-#include "verify_attention/rows.cuh"
+#include "linear/row_norm.cuh"
+#include "verify_attention/mainloop.cuh"
+#include "verify_attention/qkv_rows.cuh"
 
 constexpr float LOGIT = 0.0625f * 1.44269504f;  // 1 / sqrt(WIDTH), times log2(e) to use exp2
 

@@ -18,7 +18,7 @@ from thor_dflash.plugins.launch import (
     Table,
     ahead,
 )
-from thor_dflash.plugins.numerics import inverse_frequency
+from thor_dflash.plugins.numpy_math import inverse_frequency
 
 IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
 
@@ -45,7 +45,7 @@ PIECES, UNIT = 33, 128
 
 def slots(positions: int) -> int:
     """Returns for how many piece results there must be memory, if rows are at positions below
-    `positions`; see pieces.cuh.
+    `positions`; see split_kv.cuh.
     """
     return min(-(-positions // UNIT), PIECES) if positions <= PIECES * UNIT else 2 * PIECES
 
@@ -99,7 +99,7 @@ def _defines(site: Site) -> dict[str, int]:
 
 
 def _shared(site: Site, fresh: int) -> int:
-    """Returns the shared memory of a block, bytes, as laid out in tile.cuh; `fresh`: how many of
+    """Returns the shared memory of a block, bytes, as laid out in kv_tile.cuh; `fresh`: how many of
     the call's own rows are kept there.
     """
     query_rows = _defines(site)["GROUP"] * TOKENS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array, Dims, TensorSpec
-from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.contract import NEXT
 from thor_dflash.runtime.engines.protocol import Engine, Graph, Tensor
 
 

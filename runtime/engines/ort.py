@@ -19,7 +19,7 @@ import numpy as np
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import amount
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
-from thor_dflash.plugins.op import IN_PLACE
+from thor_dflash.plugins.contract import IN_PLACE
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 

@@ -15,9 +15,9 @@ import numpy as np
 from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.package.manifest import Manifest
+from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.launch import AHEAD, At, Device, Int, Launch
-from thor_dflash.plugins.op import NEXT
-from thor_dflash.plugins.rules import ROOT
+from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.decoding.block import Progress

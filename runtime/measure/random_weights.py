@@ -19,7 +19,7 @@ from thor_dflash.plugins.cuda.driver import Driver, Pinned
 from thor_dflash.plugins.launch import Device, Launch, Site
 from thor_dflash.plugins.linear.layout import STEP, Kind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
-from thor_dflash.plugins.rules import ROOT
+from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.engines.cuda.weight_loader import PIECE, Files

@@ -16,15 +16,15 @@ from onnx import helper
 
 from thor_dflash.builders.engine_limits import LANES
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins import pieces
-from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, Body
-from thor_dflash.plugins.gdn.body import _unit
+from thor_dflash.plugins import onnx_math
+from thor_dflash.plugins.gdn.onnx_body import _unit
+from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, Body
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 ROWS = 16
 Norm = Callable[[Body, str], str]
 NORMS: dict[str, Norm] = {
-    "rms_norm": lambda b, x: pieces.rms_norm(b, x, b.f32(1.0), 1e-6, 0.0),
+    "rms_norm": lambda b, x: onnx_math.rms_norm(b, x, b.f32(1.0), 1e-6, 0.0),
     "unit": _unit,
 }
 WIDTHS = [(heads, dim) for heads, dim in product((1, 2, 3, 4, 8), (5, 16, 17, 18, 30, 50, 60, 64))

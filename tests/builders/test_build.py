@@ -35,8 +35,8 @@ from thor_dflash.core.errors import CheckpointError, ConfigError, ThorError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import DOMAIN
 from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.op import DOMAIN
 
 GEOMETRY = GEOMETRIES["27b"]
 

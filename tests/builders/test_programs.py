@@ -32,9 +32,9 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import DOMAIN, Attributes
 from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 

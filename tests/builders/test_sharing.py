@@ -11,7 +11,7 @@ from thor_dflash.builders.lowering.op_call import Known, RoomCall
 from thor_dflash.builders.lowering.packed_weights import Packing
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.op import Attribute
+from thor_dflash.plugins.contract import Attribute
 
 
 def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:

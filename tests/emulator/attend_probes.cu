@@ -1,6 +1,6 @@
 // Whether what a warp of verify_attention waits for, before parts of the cache are overwritten,
 // depends on all that it loads from them. What one instruction loads is changed, one after another.
-#include "verify_attention/attend.cuh"
+#include "verify_attention/mainloop.cuh"
 
 // 16-bit elements between 0.5 and 1 (queries, weights), cache elements between 0.5 and 2.
 DEVICE void fill(u8* memory) {

@@ -1,6 +1,6 @@
 // Small kernels for test_verify_attention_kernel.py: parts of verify_attention by themselves.
-#include "verify_attention/pieces.cuh"
-#include "verify_attention/rows.cuh"
+#include "verify_attention/split_kv.cuh"
+#include "verify_attention/qkv_rows.cuh"
 
 KERNEL void angles_of(const float* in, float* out) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -16,8 +16,8 @@ DEVICE void count_request(const void* from, u32 bytes, int kept = 0) {
 #define copy_bulk_kept(to, from, bytes, barrier) count_request(from, bytes, 1)
 #define barrier_expect(barrier, bytes)
 #define barrier_announce(barrier, bytes)
-#include "cuda/ahead.cuh"
-#include "linear/ends.cuh"
+#include "cuda/prefetch.cuh"
+#include "linear/epilogue_tiles.cuh"
 
 // `counts`: the memory of the weight from byte 512 * `first` on.
 KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {

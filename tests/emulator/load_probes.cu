@@ -6,7 +6,7 @@
 #if PREFILL
 #include "linear/fragments.cuh"
 #else
-#include "linear/finish.cuh"
+#include "linear/epilogue.cuh"
 #endif
 
 constexpr int PART = 32, ROW_TILE = 16 * SLAB_ROW;  // bytes that are changed together

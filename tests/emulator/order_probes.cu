@@ -20,7 +20,7 @@ DEVICE void tell(int what, u32 barrier, u32 bytes) {
 #define barrier_announce(barrier, bytes)
 #define barrier_arrive(barrier)
 #define cluster_wait()
-#include "linear/kernel.cu"
+#include "linear/decode.cu"
 
 // Told of lane 0, which requests everything if a stage is one step of full rows.
 KERNEL void order(int* events, const int4* items) {

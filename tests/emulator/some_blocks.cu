@@ -15,7 +15,7 @@ DEVICE Index real_grid() { return {BLOCKS, gridDim.y, gridDim.z}; }
 #pragma GCC optimize("wrapv")
 
 #if defined(SLABS)
-#include "linear/rows.cu"
+#include "linear/prologue.cu"
 #elif defined(TILE_ROWS)
 #include "linear/prefill.cu"
 #elif defined(NEXT)

@@ -24,7 +24,7 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig, load
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import AHEAD
-from thor_dflash.plugins.rules import ROOT
+from thor_dflash.plugins.registry import ROOT
 from thor_dflash.runtime.engines.cuda.binding import Planned, cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.graph_capture import Captured

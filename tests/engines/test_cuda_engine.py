@@ -17,7 +17,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import EngineError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.plugins.cuda import kernels
+from thor_dflash.plugins.cuda import kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
@@ -129,7 +129,7 @@ def test_kernels_are_compiled_while_weights_are_loaded(
         assert begun.wait(10)
         loaded.set()
 
-    monkeypatch.setattr(kernels, "load", compiled)
+    monkeypatch.setattr(kernel_cache, "load", compiled)
     monkeypatch.setattr(Files, "__call__", fill)
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         assert cycles(s, 4) == 4
@@ -148,11 +148,11 @@ def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
     def fill(*_: object) -> None:
         raise PackageError("no weights")
 
-    monkeypatch.setattr(kernels, "load", compiled)
+    monkeypatch.setattr(kernel_cache, "load", compiled)
     monkeypatch.setattr(Files, "__call__", fill)
     with pytest.raises(PackageError, match="no weights"):
         open_session(made, EngineConfig(), Silent())
-    assert len(begun) <= kernels.COMPILERS
+    assert len(begun) <= kernel_cache.COMPILERS
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:

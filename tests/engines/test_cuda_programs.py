@@ -24,7 +24,7 @@ from poisoned import poison
 from thor_dflash.builders import build as builder
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import read
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.session.session import Request
 

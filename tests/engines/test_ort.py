@@ -15,7 +15,7 @@ from unprivileged import unprivileged
 
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType, TensorSpec
-from thor_dflash.plugins.op import IN_PLACE
+from thor_dflash.plugins.contract import IN_PLACE
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Call
 

@@ -24,7 +24,7 @@ from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.manifest import hash_file
 from thor_dflash.package.trt_engine import Plan
-from thor_dflash.plugins.op import NEXT
+from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check

@@ -11,8 +11,8 @@ from kernels import Refused, call_of, compare, launch
 from on_gpu import Gpu
 
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.cuda.compile import ROOT, architecture, compile_source
-from thor_dflash.plugins.op import Op
 
 pytestmark = pytest.mark.gpu
 

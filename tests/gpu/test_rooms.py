@@ -22,9 +22,9 @@ from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_ap
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins.contract import Case, Op
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.op import Case, Op
 
 pytestmark = pytest.mark.gpu
 TIMES = 20

@@ -16,9 +16,9 @@ from on_gpu import Gpu
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.kernels import Kernels
-from thor_dflash.plugins.op import Op
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.runtime.engines.cuda.graph_capture import capture
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept import OP, Record
 from thor_dflash.plugins.accept.launch import MOST_ROWS, launches, refuse
 from thor_dflash.plugins.accept.reference import accept_case
-from thor_dflash.plugins.head.best import SLICE
+from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.head.argmax_launch import SLICE
 from thor_dflash.plugins.launch import THOR, Site
-from thor_dflash.plugins.op import Case
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

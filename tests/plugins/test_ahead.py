@@ -6,8 +6,8 @@ import pytest
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import AHEAD, MOST_AHEAD, At, Int, Shaped, Site, ahead
-from thor_dflash.plugins.op import Attributes
 
 
 @pytest.mark.parametrize(

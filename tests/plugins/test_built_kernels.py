@@ -12,10 +12,10 @@ from thor_dflash.builders.synthetic import write_hollow
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, read
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.launch import H100, THOR, Device, Launch, Shaped, Site
-from thor_dflash.plugins.op import Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 
 CYCLE = ("propose", "verify", "accept", "observe")
 CACHE_ROWS = 32768

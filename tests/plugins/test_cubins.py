@@ -14,10 +14,10 @@ from fake_cuda import OK, Fake, fake
 
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
-from thor_dflash.plugins.cuda import kernels
+from thor_dflash.plugins.cuda import kernel_cache
 from thor_dflash.plugins.cuda.compile import ROOT, Cubin, Usage
 from thor_dflash.plugins.cuda.driver import Gate
-from thor_dflash.plugins.cuda.kernels import COMPILERS, Kernels
+from thor_dflash.plugins.cuda.kernel_cache import COMPILERS, Kernels
 from thor_dflash.plugins.launch import H100, Launch
 
 SOURCE = ROOT / "cuda" / "bandwidth.cu"
@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     monkeypatch.setattr(made, "cuModuleLoadData", take)
     monkeypatch.setattr(made, "cuGetErrorString", lambda _: (0, b"invalid"), raising=False)
-    monkeypatch.setattr(kernels, "load", compiler.load)
+    monkeypatch.setattr(kernel_cache, "load", compiler.load)
     return made
 
 
@@ -160,7 +160,7 @@ def test_after_an_error_nothing_more_is_compiled(
         time.sleep(0.1)
         return Cubin(WHOLE, "")
 
-    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(kernel_cache, "load", load)
     wanted = [(tmp_path / str(i), LAUNCH) for i in range(99)]
     with (
         pytest.raises(EngineError, match="no"),
@@ -180,7 +180,7 @@ def test_what_several_launches_need_is_compiled_once(
         made.append((source, defines))
         return Cubin(WHOLE, "")
 
-    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(kernel_cache, "load", load)
     other = replace(LAUNCH, defines={"ROWS": 16})
     told: list[int] = []
     launches = [(SOURCE, LAUNCH), (SOURCE, other), (SOURCE, LAUNCH), (SOURCE, other)]

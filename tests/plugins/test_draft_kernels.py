@@ -15,11 +15,11 @@ from receiving import received
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.context_kv import launch as context_kv
+from thor_dflash.plugins.contract import Attribute, Case
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
-from thor_dflash.plugins.linear.prepare import SLAB
-from thor_dflash.plugins.op import Attribute, Case
+from thor_dflash.plugins.linear.prologue_launch import SLAB
 
 BF16 = DType.BF16.numpy
 Shape = tuple[Any, ...]

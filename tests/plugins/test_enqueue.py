@@ -12,7 +12,7 @@ from fake_cuda import fake
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.cuda.driver import Driver, Gate
 from thor_dflash.plugins.cuda.enqueue import enqueue, working
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import H100, Launch, Scratch
 from thor_dflash.runtime.engines.cuda.graph_capture import Launcher
 
@@ -57,7 +57,9 @@ def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
         return (0,)
 
     monkeypatch.setattr(cuda, "cuFuncSetAttribute", set_attribute)
-    monkeypatch.setattr("thor_dflash.plugins.cuda.kernels.load", lambda *_, **__: Cubin(b"", ""))
+    monkeypatch.setattr(
+        "thor_dflash.plugins.cuda.kernel_cache.load", lambda *_, **__: Cubin(b"", "")
+    )
     kernels = Kernels(Gate(), H100, tmp_path)
     launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
     for _ in range(2):

@@ -31,7 +31,7 @@ from thor_dflash.plugins.launch import (
     Table,
     ahead,
 )
-from thor_dflash.plugins.linear import few, layout, pack
+from thor_dflash.plugins.linear import decode_launch, layout, pack
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.partition import halves, partition
@@ -126,7 +126,7 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
     alone = launch(call_of(LINEAR, cases_of(LINEAR)[name]), Emulator(1), THOR)
     call = followed(name, product)
     *_, pieces, count = launches(call.site, THOR)[-1].arguments
-    first = few.first_read(call.site.following, THOR)
+    first = decode_launch.first_read(call.site.following, THOR)
     assert isinstance(pieces, Table)
     np.testing.assert_array_equal(pieces.values, first)
     assert count == Int(len(first)) != Int(0)
@@ -137,7 +137,7 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
 def test_a_product_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     call = followed("more_norm_5_of_640", PRODUCTS[0])
     size = call.inputs[AHEAD].nbytes // 512
-    monkeypatch.setattr(few, "first_read", lambda *_: np.array([[1, size]], np.int32))
+    monkeypatch.setattr(decode_launch, "first_read", lambda *_: np.array([[1, size]], np.int32))
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(call, Emulator(0), THOR)
 
@@ -156,7 +156,7 @@ def test_a_product_fetches_what_every_block_asks_for_first(
     for i in range(1 if swiglu else 2):
         ports[f"y{i}"] = Shaped(DType.BF16, (16, 17408))
     epilogue = {"epilogue": "swiglu" if swiglu else "none", "segments": 2}
-    found = few.first_read(Site(LINEAR, LINEAR.complete(epilogue), ports), device)
+    found = decode_launch.first_read(Site(LINEAR, LINEAR.complete(epilogue), ports), device)
     fetched = np.zeros(plan.nbytes // 512, np.int8)
     for at, size in found.tolist():
         fetched[at : at + size] += 1
@@ -176,13 +176,13 @@ def test_a_product_fetches_what_every_block_asks_for_first(
 def test_more_than_the_most_is_not_fetched_at_all() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
     site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
-    assert len(few.first_read(site, H100)) == 0
+    assert len(decode_launch.first_read(site, H100)) == 0
 
 
 def test_a_weight_may_have_more_bytes_than_an_int32_can_count() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 65536)), "kinds": Shaped(DType.U8, (3,))}
     site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
     assert layout.layout(site).nbytes > 2**31
-    pieces = few.first_read(site, H100)
+    pieces = decode_launch.first_read(site, H100)
     assert 2**22 * 0.9 < pieces[:, 0].max() < layout.layout(site).nbytes // 512
     assert pieces.min() >= 0

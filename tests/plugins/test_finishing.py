@@ -18,13 +18,13 @@ from row_law import same_bits
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN, LINEAR
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.gdn.launch import refuse
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
-from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.launch import refuse as refuse_product
 from thor_dflash.plugins.linear.layout import Layout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
-from thor_dflash.plugins.op import Attributes
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 SEVERAL = Device((9, 0), 12)
@@ -130,17 +130,19 @@ def test_any_cut_applies_the_factors_of_heads(
         assert len({item.piece.tiles for items in dealt.clusters for item in items}) > 1
         return dealt
 
-    monkeypatch.setattr(few, "partition", cut)
+    monkeypatch.setattr(decode_launch, "partition", cut)
     call = taking(normed_case(rows, 11, 1344))
     three = Device((9, 0), 3)
-    [one] = few.few_launches(call.site, three, few.Fused(few.Epilogue.RESIDUAL, ("y0",)))
+    [one] = decode_launch.few_launches(
+        call.site, three, decode_launch.Fused(decode_launch.Epilogue.RESIDUAL, ("y0",))
+    )
     assert (one.defines["HEAD_SCALE"], one.defines["ROW_SCALE"]) == (1, 0)
     got = launch(call, Emulator(rows), three)
     compare(LINEAR, got, call.want, nearest=False)
 
 
 def test_two_warps_share_the_columns_of_an_n_tile_whatever_the_item() -> None:
-    """A stage is then one step, hence one head (Item::phase_bits in ring.cuh)."""
+    """A stage is then one step, hence one head (Item::phase_bits in pipeline.cuh)."""
     plan = _layout(*SHAPES["out_proj"])
     for multiprocessors in (*range(5, 33), 60, 132):
         cut = partition(plan, multiprocessors, by_head=True)
@@ -227,7 +229,7 @@ def test_products_of_other_heads_do_not_take_unscaled_rows(
     case = normed_case(2, 2, 128)
     attributes = LINEAR.complete({**case.attributes, **change})
     ports = {name: shaped(x) for name, x in case.inputs.items()}
-    assert few.takes_heads(Site(LINEAR, attributes, ports)) == takes
+    assert decode_launch.takes_heads(Site(LINEAR, attributes, ports)) == takes
     for kind in (DType.FP8, DType.BF16, DType.F16):
         other = {**ports, "weight0": Shaped(kind, (128, 256))}
-        assert not few.takes_heads(Site(LINEAR, attributes, other))
+        assert not decode_launch.takes_heads(Site(LINEAR, attributes, other))

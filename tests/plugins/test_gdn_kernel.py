@@ -17,11 +17,11 @@ from kernels import POISON, Buffer, Step, call_of, compare, launch, shaped, site
 from receiving import tells
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.gdn.launch import launches, refuse
 from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.op import Case
 
 FLOAT_ERROR = 2e-6
 """Largest error of the float32 outputs of a verify, relative to the largest value."""

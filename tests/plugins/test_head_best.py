@@ -10,7 +10,7 @@ from kernels import Step, Value, buffer, packed, shaped
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.head import OP
-from thor_dflash.plugins.head.best import SLICE, best_launches
+from thor_dflash.plugins.head.argmax_launch import SLICE, best_launches
 from thor_dflash.plugins.head.launch import launches, refuse
 from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
 

@@ -32,6 +32,7 @@ from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_ap
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR, OPS
+from thor_dflash.plugins.contract import Case, Op
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
     H100,
@@ -47,8 +48,7 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.op import Case, Op
-from thor_dflash.plugins.rules import ROOT
+from thor_dflash.plugins.registry import ROOT
 
 ROOMS = [op for op in OPS if rule(op) is not None]
 every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from products import BF16, SHAPES, nvfp4
 
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import H100, THOR, Device, Int
 from thor_dflash.plugins.linear import launch
 from thor_dflash.plugins.linear.layout import TILE, Kind, _layout, layout
 from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Cut, _cuts, cut
-from thor_dflash.plugins.op import Case
 
 
 def items(found: Cut) -> list[tuple[int, int, int, int]]:

@@ -12,11 +12,11 @@ from emulator_code import COMPILER
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear.layout import Kind, _layout
 from thor_dflash.plugins.linear.partition import Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
-from thor_dflash.plugins.op import Case
 
 BF16 = DType.BF16.numpy
 N4 = Kind.NVFP4

@@ -18,13 +18,13 @@ from products import BF16, N4, SHAPES, bf16, nvfp4
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attributes, Case
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
 from thor_dflash.plugins.linear import launch
 from thor_dflash.plugins.linear.layout import NARROW, TILE, Kind, Layout, _layout, layout
 from thor_dflash.plugins.linear.pack import pack, packed
 from thor_dflash.plugins.linear.partition import Partition, clusters, halves, partition
 from thor_dflash.plugins.linear.reference import NEAR_ZERO, near_zero, weight_case
-from thor_dflash.plugins.op import Attributes, Case
 
 SMALL = Device((9, 0), 12)
 Sixteen = tuple[int, Kind, bool]

@@ -17,14 +17,14 @@ from receiving import tells
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
-from thor_dflash.plugins.linear import few, layout
+from thor_dflash.plugins.linear import decode_launch, layout
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind, Layout, NarrowTile, Piece, _layout, narrow_tiles
 from thor_dflash.plugins.linear.partition import Item, Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.op import Case
 from thor_dflash.runtime.measure import random_weights
 
 BF16 = DType.BF16.numpy
@@ -147,7 +147,7 @@ def test_unpacking_gives_back_narrow_tiles(k: int, width: int) -> None:
 
 def test_a_narrow_slot_holds_what_a_slot_of_its_columns_would() -> None:
     """A narrow slot holds a quarter of the codes and scales of a whole slot, in the order described
-    in units.cuh.
+    in packed_weight.cuh.
     """
     case = gate_up(1, 128)
     narrow = _tile(case, 16, 2 * 2304)
@@ -268,7 +268,7 @@ def test_items_may_come_in_any_order(
         monkeypatch.setattr(layout, "CLUSTERS", 132)
     case = gate_up(rows, k)
     want = kernels.launch(kernels.call_of(LINEAR, case), Emulator(0), device(4))["y0"]
-    monkeypatch.setattr(few, "partition", odd_cut)
+    monkeypatch.setattr(decode_launch, "partition", odd_cut)
     got = run(kernels.call_of(LINEAR, case), device(4), seed)["y0"]
     if narrow:  # then every n-tile is shared by two warps, whatever the item
         np.testing.assert_array_equal(got, want)
@@ -338,7 +338,7 @@ def test_every_item_applies_the_rows_norm_factor(
         site=Site(LINEAR, call.site.attributes, ports),
         inputs={**call.inputs, "x_slabs": given_rows},
     )
-    monkeypatch.setattr(few, "partition", odd_cut)
+    monkeypatch.setattr(decode_launch, "partition", odd_cut)
     for seed in range(4):
         run(call, device(4), seed)
 
@@ -370,9 +370,9 @@ def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
     site = kernels.call_of(LINEAR, gate_up(rows, 320)).site
     ports = {
         **site.ports,
-        "x_slabs": Shaped(DType.BF16, few.slabs(rows, 320)),
+        "x_slabs": Shaped(DType.BF16, decode_launch.slabs(rows, 320)),
         "x_squares": Shaped(DType.F32, (10, 32)),
-        "y0_slabs": Shaped(DType.BF16, few.slabs(rows, WIDTH)),
+        "y0_slabs": Shaped(DType.BF16, decode_launch.slabs(rows, WIDTH)),
     }
     [one] = launches(Site(LINEAR, site.attributes, ports), H100)
     usage = usage_of(kernels.source_of(LINEAR, one), one.defines, arch)["linear"]

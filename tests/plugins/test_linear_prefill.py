@@ -27,11 +27,11 @@ from kernels import (
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import GDN, LINEAR
+from thor_dflash.plugins.contract import Attribute, Case, Op
 from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind
 from thor_dflash.plugins.linear.reference import weight_case
-from thor_dflash.plugins.op import Attribute, Case, Op
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = MACHINE / "prefill_probes.cu"

@@ -19,7 +19,7 @@ from products import N4, SHAPES
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import THOR, Shaped
-from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
 from thor_dflash.plugins.linear.partition import Item, Partition, first_items, partition
@@ -57,7 +57,7 @@ def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[
     """
     table = np.ascontiguousarray(cut.item_table())
     counts = np.zeros(plan.nbytes - first, np.uint8)
-    slabs = np.zeros((len(table), *few.slabs(rows, plan.k)), np.uint16).view(np.uint8)
+    slabs = np.zeros((len(table), *decode_launch.slabs(rows, plan.k)), np.uint16).view(np.uint8)
     probe(
         "asked", len(table) * cut.parts, 32,
         counts, slabs, table, cut.most_items, rows, first // 512,
@@ -139,7 +139,7 @@ def test_an_output_may_have_more_columns_than_an_int16_can_count() -> None:
     plan = _layout(*SHAPES["head"])
     width = plan.widths[0]
     found = np.zeros((8 * 4, 2), np.int32)
-    probe("placed", 1, 8 * 4, few.strip_table(plan)[-8:].copy(), found)
+    probe("placed", 1, 8 * 4, decode_launch.strip_table(plan)[-8:].copy(), found)
     columns = np.arange(width - 64, width, 2)
     np.testing.assert_array_equal(found, np.stack([columns, 31 * width + columns], axis=1))
 

@@ -10,12 +10,12 @@ from emulator_code import COMPILER
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import HEAD, LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.head import launch
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear.layout import layout
 from thor_dflash.plugins.linear.partition import partition
 from thor_dflash.plugins.linear.reference import weight_case
-from thor_dflash.plugins.op import Case
 
 BF16 = DType.BF16.numpy
 

@@ -16,12 +16,12 @@ from products import SHAPES
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import H100, THOR, Device
-from thor_dflash.plugins.linear import few
+from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, partition
 from thor_dflash.plugins.linear.reference import weight_case
-from thor_dflash.plugins.op import Case
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -52,8 +52,8 @@ def test_slim_blocks_equal_the_reference(
 ) -> None:
     call = kernels.call_of(LINEAR, residual(rows, n, k, kind))
     on = Device((9, 0), multiprocessors)
-    defines = few.few_launches(
-        call.site, on, few.Fused(few.Epilogue.RESIDUAL, ("y0",))
+    defines = decode_launch.few_launches(
+        call.site, on, decode_launch.Fused(decode_launch.Epilogue.RESIDUAL, ("y0",))
     )[-1].defines  # fmt: skip
     assert (defines["WARPS"], defines["PARTS"]) == (4, parts)
     kernels.compare(LINEAR, kernels.launch(call, Emulator(rows), on), call.want)
@@ -78,7 +78,7 @@ def test_any_product_may_be_made_by_slim_blocks(
         cut = Partition(4, 3, parts, (), by_head)
         return _dealt(plan, cut, clusters(parts, multiprocessors, 3), 1 + seed % 2)
 
-    monkeypatch.setattr(few, "partition", slim)
+    monkeypatch.setattr(decode_launch, "partition", slim)
     call = kernels.call_of(LINEAR, cases_of(LINEAR)[name])
     got = kernels.launch(call, Emulator(seed), Device((9, 0), 3))
     kernels.compare(LINEAR, got, call.want, nearest=name not in CANCELLED)
@@ -104,5 +104,5 @@ def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> No
     cuts = [(out, by_head) for by_head in (False, True)]
     cuts += [(gate_and_up, False)] if warps == 8 else []
     for (plan, by_head), tiles in itertools.product(cuts, (1, 2)):
-        shared = few._shared(tiles, plan, Partition(warps, each, parts, (), by_head))
+        shared = decode_launch._shared(tiles, plan, Partition(warps, each, parts, (), by_head))
         assert each * (shared + 1024) <= 228 * 1024

@@ -12,9 +12,9 @@ from onnx import helper
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.bodies import BODIES
-from thor_dflash.plugins.body import IR_VERSION, ONNX_TYPE, OPSET, call, function
-from thor_dflash.plugins.op import DOMAIN, VERSION, Case, Op
+from thor_dflash.plugins.contract import DOMAIN, VERSION, Case, Op
+from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function
+from thor_dflash.plugins.onnx_registry import BODIES
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}

@@ -12,6 +12,7 @@ from nearness import hold_near, near_of
 from one_launch import FOLDER, execute
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import Attribute, Op
 from thor_dflash.plugins.launch import (
     THOR,
     Addresses,
@@ -23,7 +24,6 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.op import Attribute, Op
 from thor_dflash.plugins.standard import fill, unfused
 from thor_dflash.plugins.standard.launch import (
     compose,

@@ -24,8 +24,8 @@ from leaving import leaving
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins.contract import DOMAIN, Op
 from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
-from thor_dflash.plugins.op import DOMAIN, Op
 from thor_dflash.plugins.standard.nodes import EMBED
 from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
 

@@ -8,11 +8,11 @@ from kernels import call_of, in_kernel_types
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import HEAD, LINEAR, Op
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.layout import CLUSTERS, narrow_tiles
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.op import Case
 
 
 def stored(name: str, inputs: dict[str, Array]) -> bool:

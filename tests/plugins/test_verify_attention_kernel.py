@@ -15,9 +15,9 @@ from gating import entering, gated_call
 from kernels import Call, call_of, compare, launch, shaped, site_of
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import Case
 from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
-from thor_dflash.plugins.numerics import rounded
-from thor_dflash.plugins.op import Case
+from thor_dflash.plugins.numpy_math import rounded
 from thor_dflash.plugins.verify_attention import OP
 from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, slots
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.package.launch_program import Program, Step
+from thor_dflash.plugins.contract import NEXT, Attributes
 from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
     AHEAD,
@@ -22,8 +23,7 @@ from thor_dflash.plugins.launch import (
     Site,
     Table,
 )
-from thor_dflash.plugins.op import NEXT, Attributes
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 

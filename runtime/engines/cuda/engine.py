@@ -19,7 +19,7 @@ from thor_dflash.core.tensors import TensorSpec
 from thor_dflash.package.launch_program import Program, Step, Weight, read
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import AHEAD, Addresses, Launch, Scratch, Table
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import (

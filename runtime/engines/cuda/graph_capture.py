@@ -14,7 +14,7 @@ from typing import Any
 
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue, values
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Launch
 from thor_dflash.runtime.engines.cuda.binding import Planned
 

@@ -32,7 +32,7 @@ from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Weight
 from thor_dflash.package.trt_engine import Plan
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.kernels import Kernels
+from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Shaped
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of

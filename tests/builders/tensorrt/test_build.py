@@ -30,9 +30,9 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Program
+from thor_dflash.plugins.contract import DOMAIN, NEXT
 from thor_dflash.plugins.launch import THOR
-from thor_dflash.plugins.op import DOMAIN, NEXT
-from thor_dflash.plugins.rules import RULES
+from thor_dflash.plugins.registry import RULES
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
 from thor_dflash.runtime.decoding.model_runner import cache_rows, ring_rows
 

@@ -31,8 +31,8 @@ from thor_dflash.builders.tensorrt.profiles import _sizeless
 from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.linear.reference import reference
-from thor_dflash.plugins.op import Attributes
 
 BF16 = DType.BF16.numpy
 FP4 = ml_dtypes.float4_e2m1fn

@@ -24,7 +24,7 @@ from thor_dflash.builders.tensorrt.parser_rules import (
 )
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.op import DOMAIN
+from thor_dflash.plugins.contract import DOMAIN
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from thor_dflash.plugins.accept.reference import (
     accept_case,
     reference,
 )
-from thor_dflash.plugins.op import Attributes
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.runtime.decoding.block import Block, Progress, Relaxed
 from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking

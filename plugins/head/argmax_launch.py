@@ -1,0 +1,42 @@
+"""The launch of the head's second part: the best id of each row of logits."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+
+THREADS = 256
+"""Threads of a block, which searches one slice of a row; as in cuda/vocab_slice.cuh."""
+
+SLICE = 8192
+"""Logits in a slice, as in cuda/vocab_slice.cuh; the same on every device."""
+
+
+def slices(width: int) -> int:
+    """Returns the number of slices in a row of `width` logits."""
+    return -(-width // SLICE)
+
+
+def best_launches(site: Site, device: Device, logits_port: str) -> tuple[Launch, ...]:
+    """Returns one launch that computes port `best`, int32 [T], from float32 logits [T, V] at port
+    `logits_port`.
+    """
+    del device
+    rows, width = site.ports[logits_port].shape
+    limit = min(site.attributes.integer("vocab") or width, width)
+    return (
+        Launch(
+            kernel="head_best",
+            grid=(slices(limit), rows, 1),
+            threads=THREADS,
+            arguments=(
+                At(logits_port),
+                At("id_map"),
+                At("best"),
+                Scratch("best_found", 8 * rows * slices(limit)),
+                Scratch("best_arrivals", 4 * rows, zeroed=True),
+                Int(width),
+                Int(limit),
+            ),
+            source="argmax.cu",
+        ),
+    )

@@ -1,0 +1,24 @@
+"""The ONNX body of every room. Apart from `OPS`, so that the runtime never imports onnx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from thor_dflash.plugins.accept.onnx_body import body as accept
+from thor_dflash.plugins.context_kv.onnx_body import body as context_kv
+from thor_dflash.plugins.draft_attention.onnx_body import body as draft_attention
+from thor_dflash.plugins.gdn.onnx_body import body as gdn
+from thor_dflash.plugins.head.onnx_body import body as head
+from thor_dflash.plugins.linear.onnx_body import body as linear
+from thor_dflash.plugins.onnx_builder import BodyMaker
+from thor_dflash.plugins.verify_attention.onnx_body import body as verify_attention
+
+BODIES: Mapping[str, BodyMaker] = {
+    "linear": linear,
+    "gdn": gdn,
+    "verify_attention": verify_attention,
+    "draft_attention": draft_attention,
+    "context_kv": context_kv,
+    "head": head,
+    "accept": accept,
+}
