@@ -39,7 +39,7 @@ MAY = {
     "ml_dtypes": ["*"],
     "onnx": [
         "builders/*",
-        "calib/check/nodes.py",
+        "calib/check/ort_trace.py",
         "plugins/onnx_builder.py",
         "plugins/*/body.py",
         "tests/*",

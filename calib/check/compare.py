@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 
 from thor_dflash.calib.check.golden import Golden, rounds, sources
-from thor_dflash.calib.check.judge import (
+from thor_dflash.calib.check.graph_inputs import walks
+from thor_dflash.calib.check.tolerance import (
     NOTHING,
     Drift,
     Off,
@@ -21,8 +22,7 @@ from thor_dflash.calib.check.judge import (
     jumps,
     share,
 )
-from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
-from thor_dflash.calib.check.walks import walks
+from thor_dflash.calib.check.trace_record import Outputs, Seen, Tracer
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
@@ -110,7 +110,7 @@ def need(engine: str) -> None:
     """
     if engine == "ort":
         with extra("build"):
-            importlib.import_module("thor_dflash.calib.check.nodes")
+            importlib.import_module("thor_dflash.calib.check.ort_trace")
 
 
 def tracer(session: Session, package: Path) -> Tracer | None:
@@ -123,15 +123,15 @@ def _nodes(package: Path, engine: Engine) -> Tracer:
     from thor_dflash.runtime.engines.ort import OrtEngine
 
     with extra("build"):
-        from thor_dflash.calib.check.nodes import Nodes
+        from thor_dflash.calib.check.ort_trace import Nodes
 
     assert isinstance(engine, OrtEngine)
     return Nodes(package, engine)
 
 
 def _programs(package: Path, engine: Engine) -> Tracer:
-    from thor_dflash.calib.check.device import Device
-    from thor_dflash.calib.check.programs import Programs
+    from thor_dflash.calib.check.cuda_trace import Programs
+    from thor_dflash.calib.check.step_runner import Device
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 
     del package

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.calib.check.seen import Outputs
+from thor_dflash.calib.check.trace_record import Outputs
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.core.tensors import Array, DType

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from thor_dflash.calib.planbench import Task, judge, task_from_line
-from thor_dflash.calib.planbench.again import again
 from thor_dflash.calib.planbench.executor import Step, World
 from thor_dflash.calib.planbench.planner import plan_steps
+from thor_dflash.calib.planbench.replan import again
 
 HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
 TASKS = [task_from_line(line) for line in HELDOUT.read_text().splitlines()]

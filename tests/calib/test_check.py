@@ -27,9 +27,9 @@ from thor_dflash.calib.check.compare import (
     tracer,
     walk,
 )
+from thor_dflash.calib.check.cuda_trace import Programs
 from thor_dflash.calib.check.golden import arrays, read
-from thor_dflash.calib.check.programs import Programs
-from thor_dflash.calib.check.walks import walks
+from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import RequestError

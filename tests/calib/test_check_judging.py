@@ -11,11 +11,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from thor_dflash.calib.check import compare, define
+from thor_dflash.calib.check import compare
+from thor_dflash.calib.check import reference_run as define
 from thor_dflash.calib.check.compare import Reference, Report, Walk, by_tap, logits, walk
 from thor_dflash.calib.check.golden import Golden, arrays
-from thor_dflash.calib.check.judge import Drift, against_definition, differ, drift, jumps, share
-from thor_dflash.calib.check.seen import Outputs, Seen, Tracer
+from thor_dflash.calib.check.tolerance import Drift, against_definition, differ, drift, jumps, share
+from thor_dflash.calib.check.trace_record import Outputs, Seen, Tracer
 from thor_dflash.cli.commands.check import as_table, lines
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType

@@ -16,7 +16,7 @@ from samples import MANIFEST
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
-from thor_dflash.calib.check.walks import walks
+from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import RequestError

@@ -14,9 +14,9 @@ import pytest
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
-from thor_dflash.calib.heldout import Result, _phases, accept_length, plan, speed_up, tasks
-from thor_dflash.calib.measure_policies import Ran, _pace, faster, length_of, speed, table, valid
 from thor_dflash.calib.planbench import FAMILIES, Task
+from thor_dflash.calib.studies.heldout import Result, _phases, accept_length, plan, speed_up, tasks
+from thor_dflash.calib.studies.policies import Ran, _pace, faster, length_of, speed, table, valid
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.telemetry import Part

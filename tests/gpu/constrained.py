@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from thor_dflash.calib.masks import OBJECTS, SKILLS, filled, plan  # noqa: E402
+from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
 from thor_dflash.cli.commands.bench import hollow, variants
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter

@@ -10,10 +10,10 @@ from constrained import session, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thor_dflash.calib.constrained import schema_of
 from thor_dflash.calib.planbench.judge import MAX_GOAL, MAX_STEPS
 from thor_dflash.calib.planbench.scene import ON_FAIL
 from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
+from thor_dflash.calib.studies.grammar_quality import schema_of
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
 from thor_dflash.serving.planner import plan_schema

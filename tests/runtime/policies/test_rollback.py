@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from decoding import answer, erring, prompt, session
 
-from thor_dflash.calib.replay import Replay
+from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody

@@ -21,7 +21,7 @@ from thor_dflash.package import manifest as package_manifest
 
 if TYPE_CHECKING:
     from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
-    from thor_dflash.calib.check.judge import Off
+    from thor_dflash.calib.check.tolerance import Off
     from thor_dflash.package.manifest import Manifest
     from thor_dflash.runtime.session.session import Session
 

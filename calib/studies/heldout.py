@@ -1,6 +1,6 @@
 """planner-nano on its held-out tasks: valid plans, accept length, and speed against itself.
 
-python -m thor_dflash.calib.heldout --package build/planner-nano
+python -m thor_dflash.calib.studies.heldout --package build/planner-nano
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from thor_dflash.calib import script
 from thor_dflash.calib.demo import MODEL, histogram
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
+from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.decoding.proposers import Nobody

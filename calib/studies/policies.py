@@ -1,6 +1,6 @@
 """What each decoding policy costs and gains on planner-nano: the tables of docs/measurements.
 
-python -m thor_dflash.calib.measure_policies --target DIR --drafter DIR [--tasks N] [SECTION ...]
+python -m thor_dflash.calib.studies.policies --target DIR --drafter DIR [--tasks N] [SECTION ...]
 
 Times are CPU times of the process on one thread, so that a machine that is busy with something else
 does not matter; compared ways take turns, and medians of their ratios are shown. Accept lengths do
@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from thor_dflash.builders.build import build
-from thor_dflash.calib import script
-from thor_dflash.calib.broken import Broken
-from thor_dflash.calib.heldout import tasks
 from thor_dflash.calib.planbench import Task, judge
-from thor_dflash.calib.replay import Replay
+from thor_dflash.calib.studies import script
+from thor_dflash.calib.studies.heldout import tasks
+from thor_dflash.calib.studies.noise_drafter import Broken
+from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import (
     AS_MADE,
     NO_BUDGET,

@@ -17,8 +17,8 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 from onnx.reference import ReferenceEvaluator
 
-from thor_dflash.calib.check.define import define as room_defines
-from thor_dflash.calib.check.seen import Outputs, Seen
+from thor_dflash.calib.check.reference_run import define as room_defines
+from thor_dflash.calib.check.trace_record import Outputs, Seen
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thor_dflash.calib.check.seen import Outputs, Seen
+from thor_dflash.calib.check.trace_record import Outputs, Seen
 from thor_dflash.core.tensors import Array, DType
 
 UNIT = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.FP8: 2.0**-3}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
-from thor_dflash.calib.check.define import define
-from thor_dflash.calib.check.seen import Outputs, Seen
+from thor_dflash.calib.check.reference_run import define
+from thor_dflash.calib.check.trace_record import Outputs, Seen
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import Attributes, Op

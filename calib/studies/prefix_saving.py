@@ -1,6 +1,6 @@
 """What a prefix saves: held-out tasks with and without the prompt's beginning held.
 
-    python -m thor_dflash.calib.prefixes PACKAGE HELDOUT.jsonl [--count 24]
+    python -m thor_dflash.calib.studies.prefix_saving PACKAGE HELDOUT.jsonl [--count 24]
 
 Every prompt but its last TAIL tokens is put, as a robot that plans again in the same scene would.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from thor_dflash.calib import script
+from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash

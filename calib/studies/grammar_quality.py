@@ -1,6 +1,6 @@
 """What a grammar costs and gives: held-out tasks planned free, masked, and masked with forced ids.
 
-    python -m thor_dflash.calib.constrained PACKAGE HELDOUT.jsonl [--count 120] [--plain 12]
+    python -m thor_dflash.calib.studies.grammar_quality PACKAGE HELDOUT.jsonl [--count 120] [--plain 12]
 
 Prints a table. `--plain` of the tasks are decoded without a drafter too, and must come out the
 same.
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from thor_dflash.calib import script
 from thor_dflash.calib.planbench import Task, judge
-from thor_dflash.calib.planbench.again import again
+from thor_dflash.calib.planbench.replan import again
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
+from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.block import Policy

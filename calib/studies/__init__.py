@@ -1,0 +1,1 @@
+"""Measurements of planner-nano: one script a question."""
