@@ -49,7 +49,7 @@ $(DEV_READY): | interpreter $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
 	@$(PIP) --no-build-isolation -e '.[build,ort,cuda,serve,http,dev]'
-	@$(BIN)/python tests/trt_stubs.py
+	@$(BIN)/python tests/stand_ins/trt_stubs.py
 	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
 
 $(VENV)/made:

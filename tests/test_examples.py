@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nano import package, tasks
+from support.planner_nano import package, tasks
 
 from thor_dflash.calib.planbench import judge
 from thor_dflash.cli import main, parser

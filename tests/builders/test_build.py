@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 import onnx
 import pytest
-from checkpoints import (
+from support.checkpoints import (
     GEOMETRIES,
     DrafterGeometry,
     read_config,
@@ -22,7 +22,7 @@ from checkpoints import (
     write_drafter,
     write_target,
 )
-from samples import verify
+from support.samples import verify
 
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import TargetGeometry, write_target
+from support.checkpoints import TargetGeometry, write_target
 
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target

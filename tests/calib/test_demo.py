@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from samples import MANIFEST
+from support.samples import MANIFEST
 
 from thor_dflash.calib import demo
 from thor_dflash.calib.planbench.judge import Verdict

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from decoding import DEAD, answer, drafts, erring, oracle
-from nano import package, request, tasks
-from poisoned import poison
-from rounding import hold_as_near
+from support.loop_models import DEAD, answer, drafts, erring, oracle
+from support.planner_nano import package, request, tasks
+from support.poisoned_memory import poison
+from support.rounding_error import hold_as_near
 
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import NoRoom

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kernel_cases import LEANING, cases_of
-from kernels import Refused, call_of, compare, launch
-from on_gpu import Gpu
+from support.gpu_backend import Gpu
+from support.kernel_cases import LEANING, cases_of
+from support.kernel_runner import Refused, call_of, compare, launch
 
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import Op

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoding import answer
-from nano import package, request
+from support.loop_models import answer
+from support.planner_nano import package, request
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent

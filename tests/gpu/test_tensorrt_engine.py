@@ -6,9 +6,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import stand_in_trt as trt
-from nano import package, request
-from planned import planned
+from stand_ins import tensorrt_module as trt
+from support.planner_nano import package, request
+from support.trt_packages import planned
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent

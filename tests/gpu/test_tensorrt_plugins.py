@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import stand_in_trt as trt
-from enqueued import Ready
-from kernel_cases import cases_of
-from kernels import Refused, call_of, launch
-from on_gpu import Gpu
+from stand_ins import tensorrt_module as trt
+from support.gpu_backend import Gpu
+from support.kernel_cases import cases_of
+from support.kernel_runner import Refused, call_of, launch
+from support.plugin_enqueue import Ready
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import OPS

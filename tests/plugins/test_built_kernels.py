@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compiled import usage_of
+from support.kernel_usage import usage_of
 
 from thor_dflash.builders.synthetic import write_hollow
 from thor_dflash.config.tree import BuildConfig

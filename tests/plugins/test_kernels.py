@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import usage_of
-from emulation import LATE, Emulator
-from emulator_code import COMPILER, FLAGS, signatures
-from kernel_cases import LEANING, call_site, cases_of, every_code, taken_of
-from kernel_sites import sites as model_sites
-from kernels import (
+from emulator.compiler import COMPILER, FLAGS, signatures
+from emulator.runner import LATE, Emulator
+from support.kernel_cases import LEANING, call_site, cases_of, every_code, taken_of
+from support.kernel_runner import (
     Call,
     Refused,
     call_of,
@@ -28,7 +26,9 @@ from kernels import (
     source_of,
     squares,
 )
-from row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
+from support.kernel_usage import usage_of
+from support.row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
+from support.sites_27b import sites as model_sites
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR, OPS

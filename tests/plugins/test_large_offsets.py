@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import Emulator
-from emulator_code import COMPILER, MACHINE
-from kernels import (
+from emulator.compiler import COMPILER, MACHINE
+from emulator.runner import Emulator
+from support.kernel_runner import (
     GUARD,
     SLAB,
     Buffer,

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import zmq
-from hostile import attack
-from soaking import Robot, Soak
+from support.hostile_peers import attack
+from support.soak_clients import Robot, Soak
 
 from thor_dflash.cli.commands.serve import SWITCH_S
 from thor_dflash.config.serving import ServeConfig

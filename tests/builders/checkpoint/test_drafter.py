@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import (
+from support.checkpoints import (
     DIALECTS,
     GEOMETRIES,
     Dialect,

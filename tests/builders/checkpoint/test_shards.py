@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 
 from thor_dflash.builders.checkpoint.shards import INDEX, Shards
 from thor_dflash.builders.checkpoint.target import read_target

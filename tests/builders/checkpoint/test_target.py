@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import (
+from support.checkpoints import (
     DIALECTS,
     GEOMETRIES,
     Dialect,

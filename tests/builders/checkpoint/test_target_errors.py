@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import (
+from support.checkpoints import (
     GEOMETRIES,
     Dialect,
     TargetGeometry,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Dialect, TargetGeometry, read_config, write_config, write_target
+from support.checkpoints import Dialect, TargetGeometry, read_config, write_config, write_target
 
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.core.errors import CheckpointError

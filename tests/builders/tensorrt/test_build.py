@@ -14,9 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
-import trt_recorder as recorder
-from samples import DRAFTER, verify
-from trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
+from stand_ins import trt_recorder as recorder
+from support.samples import DRAFTER, verify
+from support.trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter

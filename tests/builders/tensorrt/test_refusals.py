@@ -10,10 +10,10 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import pytest
-import trt_recorder as recorder
-from checkpoints import Dialect
-from trt_builds import NANO, maker, options, record, record_hybrid, recording
-from trt_parser import INetworkDefinition, ITensor
+from stand_ins import trt_recorder as recorder
+from stand_ins.trt_parser import INetworkDefinition, ITensor
+from support.checkpoints import Dialect
+from support.trt_builds import NANO, maker, options, record, record_hybrid, recording
 
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build

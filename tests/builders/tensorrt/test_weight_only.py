@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from checkpoints import Dialect, read_config, write_config, write_target
-from trt_builds import HYBRID
+from support.checkpoints import Dialect, read_config, write_config, write_target
+from support.trt_builds import HYBRID
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import torch
 import transformers
-from checkpoints import GEOMETRIES, Dialect, TargetGeometry, dequantised, write_target
 from numpy.typing import NDArray
+from support.checkpoints import GEOMETRIES, Dialect, TargetGeometry, dequantised, write_target
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from decoding import DEAD, erring
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from thoughts import Asked, after, oracle, run, thinker
+from support.loop_models import DEAD, erring
+from support.thinking_models import Asked, after, oracle, run, thinker
 
 from thor_dflash.config.tree import DraftConfig
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record

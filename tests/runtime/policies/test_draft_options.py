@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decoding import prompt, session
-from thoughts import Asked, after, run
+from support.loop_models import prompt, session
+from support.thinking_models import Asked, after, run
 
 from thor_dflash.config.tree import DraftConfig
 from thor_dflash.core.errors import RequestError

@@ -1,0 +1,47 @@
+"""What graphs take from the configurations of checkpoints, and what they say of their states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from onnx import NodeProto, helper
+
+from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.plugins.contract import IN_PLACE
+
+NANO = Path(__file__).parents[3] / "models" / "planner-nano"
+
+
+def epsilon(node: NodeProto) -> float:
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return float(given["norm_eps"])
+
+
+def test_every_norm_has_the_epsilon_of_its_own_model() -> None:
+    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
+    target = replace(target, dims=replace(target.dims, eps=0.25))
+    drafter = replace(drafter, dims=replace(drafter.dims, eps=0.5))
+    found: dict[str, set[float]] = {}
+    for graph in make_plan(target, drafter, BuildConfig()).graphs:
+        nodes = graph.proto().graph.node
+        normed = [n for n in nodes if any(name.endswith("norm.weight") for name in n.input)]
+        found[graph.name] = {epsilon(node) for node in normed}
+    assert found == {
+        "prefill": {0.25}, "verify": {0.25}, "accept": set(), "accept_masked": set(),
+        "propose": {0.5}, "observe": {0.5}, "observe_chunk": {0.5},
+    }  # fmt: skip
+
+
+def test_caches_and_rings_are_written_in_place() -> None:
+    """They are the largest states. Other states alternate between two places."""
+    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
+    for graph in make_plan(target, drafter, BuildConfig()).graphs:
+        model = graph.proto()
+        [listed] = [p.value for p in model.metadata_props if p.key == IN_PLACE]
+        large = ("next.attention.", "next.drafter.")
+        names = [out.name for out in model.graph.output if out.name.startswith(large)]
+        assert listed.split() == sorted(names), graph.name

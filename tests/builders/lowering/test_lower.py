@@ -1,0 +1,372 @@
+"""Programs (launch lists) of the CUDA engine: every node of the graphs becomes a step, values that
+are needed at the same time do not overlap in memory, and what is fused is right.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from support.samples import verify
+
+from thor_dflash.builders.build import build, make_plan
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.lowering.lower import Life, lower, place
+from thor_dflash.builders.lowering.op_call import Known, RoomCall
+from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.unfused import unfused
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.synthetic import write_hollow
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import ALIGNMENT, ENDING, Program, read
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import DOMAIN, Attributes
+from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.registry import RULES
+
+NANO = Path(__file__).parents[3] / "models" / "planner-nano"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cuda") / "package"
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    build(NANO / "target", NANO / "drafter", out, config, Silent())
+    return out
+
+
+def programs(package: Path) -> list[Program]:
+    return [read(package, p.name.removesuffix(ENDING)) for p in package.glob(f"*{ENDING}")]
+
+
+def test_a_package_for_cuda_holds_programs_and_no_onnx(package: Path) -> None:
+    found = manifest.read(package)
+    verify(package, found)
+    assert (found.engine, found.kv, found.activations) == ("cuda", "fp8", "bf16")
+    assert not list(package.glob("*.onnx"))
+    assert {"prefill", "verify", "accept", "accept_masked", "propose", "observe"} <= {
+        p.name for p in programs(package)
+    }
+
+
+def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
+    for graph, program in zip(plan.graphs, plan.programs, strict=True):
+        nodes = [n.name for n in graph.proto().graph.node if n.domain == DOMAIN]
+        rooms = [s.name for s in program.steps if RULES[s.room].op.type.startswith("Thor")]
+        assert [name for name in rooms if name in nodes] == nodes
+        assert set(program.outputs) <= {n for s in program.steps for n in s.ports.values()}
+
+
+def test_values_are_written_before_they_are_read(package: Path) -> None:
+    outputs = {"rows", "y", "tokens"}  # of the standard rooms, whose contracts have no ports
+    outputs |= {"y0_slabs", "y0_squares"}  # of any room, added to its contract
+    for program in programs(package):
+        known = {*program.inputs, *program.weights}
+        for step in program.steps:
+            op = RULES[step.room].op
+            attributes = Attributes({**op.attributes, **step.attributes})
+            inputs = {port.name for port in op.inputs_of(attributes)}
+            written = outputs | {port.name for port in op.outputs_of(attributes)}
+            read = {n for p, n in step.ports.items() if p in inputs or p not in written}
+            assert read <= known, step.name
+            known |= set(step.ports.values())
+        assert known >= set(program.outputs)
+
+
+def test_values_alive_at_once_do_not_overlap(package: Path) -> None:
+    for program in programs(package):
+        alive: dict[str, list[int]] = {}
+        for at, step in enumerate(program.steps):
+            for name in step.ports.values():
+                if name in program.values:
+                    alive.setdefault(name, []).append(at)
+        spans = [
+            (v.offset, v.offset + v.spec(n).nbytes({}), min(ats), max(ats), n)
+            for n, ats in alive.items()
+            for v in [program.values[n]]
+        ]  # fmt: skip
+        for i, a in enumerate(spans):
+            assert a[1] <= program.scratch
+            for b in spans[:i]:
+                together = a[2] <= b[3] and b[2] <= a[3]
+                assert not together or a[1] <= b[0] or b[1] <= a[0], (program.name, a, b)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(0, 5)), max_size=14))
+def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
+    lives = [Life(str(i), 256 * n, at, at + more) for i, (n, at, more) in enumerate(made)]
+    offsets, total = place(lives)
+    busiest = max(
+        (sum(v.nbytes for v in lives if v.first <= t <= v.last) for t in range(20)), default=0
+    )
+    assert busiest <= total <= sum(v.nbytes for v in lives)
+    for i, a in enumerate(lives):
+        for b in lives[:i]:
+            if a.first <= b.last and b.first <= a.last:
+                low, high = sorted((a, b), key=lambda v: offsets[v.name])
+                assert offsets[low.name] + low.nbytes <= offsets[high.name]
+
+
+def test_a_value_that_just_fits_between_others_is_placed_there() -> None:
+    lives = [Life("a", 768, 0, 1), Life("b", 768, 1, 2), Life("c", 768, 2, 2)]
+    assert place(lives) == ({"a": 0, "b": 768, "c": 0}, 2 * 768)
+
+
+def test_values_of_any_number_of_rows_are_aligned() -> None:
+    config = BuildConfig(engine="cuda", block=5, chunk=128, capacity=512)
+    for program in make_plan(read_target(NANO / "target"), None, config).programs:
+        assert not [v for v in program.values.values() if v.offset % ALIGNMENT], program.name
+
+
+def test_prefill_and_verify_share_their_weights(package: Path) -> None:
+    verify, prefill = read(package, "verify").weights, read(package, "prefill").weights
+    assert set(prefill) < set(verify)
+    assert all(verify[name] == weight for name, weight in prefill.items())
+
+
+def test_a_norm_of_whole_rows_gets_its_sums_of_squares_from_the_maker_of_the_rows(
+    package: Path,
+) -> None:
+    for step in read(package, "verify").steps:
+        if "norm_weight" in step.ports and not step.attributes.get("head_dim"):
+            assert "x_slabs" in step.ports, step.name
+            assert "x_squares" in step.ports, step.name
+    assert all("x_slabs" not in s.ports for s in read(package, "prefill").steps)
+
+
+def test_rows_without_a_norm_come_in_slabs_as_the_product_reads_them(package: Path) -> None:
+    steps = read(package, "verify").steps
+    makers = {s.ports.get("y0_slabs") for s in steps} - {None}
+    down = [s for s in steps if s.name.endswith("down_proj")]
+    assert down
+    for step in down:
+        assert step.ports["x_slabs"] in makers
+        assert "x_squares" not in step.ports
+
+
+def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> None:
+    steps = read(package, "verify").steps
+    products = {s.ports["x"]: s for s in steps if s.name.endswith("o_proj")}
+    makers = [s for s in steps if s.room == "verify_attention"]
+    assert makers
+    for maker in makers:
+        product = products.pop(maker.ports["o"])
+        assert maker.ports["y0_slabs"] == product.ports["x_slabs"]
+        assert maker.ports["next_gate"] == product.ports["gate"]
+        assert "x_squares" not in product.ports
+    assert not products
+    long = [s for s in read(package, "prefill").steps if s.room == "verify_attention"]
+    assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
+
+
+def test_gdn_leaves_its_rows_normed_by_head_and_gated_for_the_next_product(package: Path) -> None:
+    steps = read(package, "verify").steps
+    products = {s.ports["x"]: s for s in steps if s.name.endswith("out_proj")}
+    makers = [s for s in steps if s.room == "gdn"]
+    assert makers
+    for maker in makers:
+        product = products.pop(maker.ports["o"])
+        assert maker.ports["y0_slabs"] == product.ports["x_slabs"]
+        assert maker.ports["y0_squares"] == product.ports["x_squares"]
+        assert maker.ports["next_gate"] == product.ports["gate"]
+        assert maker.ports["next_norm_weight"] == product.ports["norm_weight"]
+        assert maker.attributes["next_norm_offset"] == product.attributes["norm_offset"]
+    assert not products
+    long = [s for n in ("prefill", "prefill.chunk32") for s in read(package, n).steps]
+    gdn = [s for s in long if s.room == "gdn"]
+    assert gdn
+    assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in gdn)
+
+
+def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: Path) -> None:
+    steps = read(package, "verify").steps
+    idle = [i for i, s in enumerate(steps) if s.room in ("gdn", "verify_attention")]
+    assert {steps[i].room for i in idle} == {"gdn", "verify_attention"}
+    told = 0
+    for i in idle:
+        product, after = [s for s in steps[i:] if "packed" in s.ports][:2]
+        assert product.name.endswith(("out_proj", "o_proj"))
+        assert after.name.endswith("gate_up")
+        assert steps[i].ports["next_packed"] == product.ports["packed"]
+        assert product.ports["next_packed"] == after.ports["packed"]
+        told += 2
+    assert sum("next_packed" in s.ports for s in steps) == told
+    for name in ("prefill", "prefill.chunk64", "propose"):
+        assert not any("next_packed" in s.ports for s in read(package, name).steps)
+
+
+def test_in_a_prefill_of_few_rows_attention_fetches_ahead_and_gdn_does_not(package: Path) -> None:
+    tells = {s.room: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
+    assert (tells["verify_attention"], tells["gdn"]) == (True, False)
+
+
+def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
+    [head] = [s for s in read(package, "verify").steps if s.room == "head"]
+    assert "best" not in head.ports
+
+
+def test_a_node_without_a_kernel_is_refused_by_name() -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    node = helper.make_node("Sin", ["x"], ["y"], name="wave")
+    model = helper.make_model(helper.make_graph([node], "odd", [value], [out]))
+    with pytest.raises(ConfigError, match=r"every node of the graphs \(got odd: Sin wave"):
+        lower(model, Packing(WeightFiles()))
+
+
+def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
+    config = BuildConfig(engine="cuda", block=40, chunk=128, capacity=512)
+    said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
+    with pytest.raises(ConfigError, match=said):
+        make_plan(read_target(NANO / "target"), None, config)
+
+
+@pytest.mark.parametrize(
+    ("room", "ports", "said"),
+    [
+        ("embed", {"table": (DType.F16, 64), "rows": (DType.BF16, 64)}, "must be bfloat16 .got"),
+        ("embed", {"table": (DType.BF16, 60), "rows": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+        ("concat", {"x0": (DType.BF16, 64), "x1": (DType.BF16, 60)}, "multiple of 8 .got 60"),
+    ],
+)
+def test_standard_nodes_that_no_kernel_takes_are_refused(
+    room: str, ports: dict[str, tuple[DType, int]], said: str
+) -> None:
+    rule = RULES[room]
+    shaped = {port: Shaped(dtype, (16, width)) for port, (dtype, width) in ports.items()}
+    assert re.search(said, rule.refuse(Site(rule.op, Attributes({}), shaped)))
+
+
+def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
+    geometry = replace(GEOMETRIES["heads27b"], value_heads=2, intermediate=97)
+    write_target(tmp_path, geometry, 0)
+    with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 97\)\)$"):
+        make_plan(read_target(tmp_path), None, BuildConfig(engine="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "said"),
+    [
+        ("masks", np.arange(15, dtype=np.int32), "the masks must be one token"),
+        ("drafts.start", np.array([0]), "not the composing of a block"),
+        ("drafts.end", np.array([15]), "not the composing of a block"),
+        ("wanted.start", np.array([1]), "not the composing of a block"),
+        ("wanted.end", np.array([16]), "not the composing of a block"),
+    ],
+)
+def test_a_block_composed_in_another_way_is_refused(constant: str, value: Array, said: str) -> None:
+    config = BuildConfig(engine="cuda", chunk=128, capacity=512)
+    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
+    model = next(g for g in plan.graphs if g.name == "propose").proto()
+    lower(model, Packing(plan.sources[0].files))
+    held = next(t for t in model.graph.initializer if t.name == constant)
+    held.CopyFrom(numpy_helper.from_array(value, constant))
+    with pytest.raises(ConfigError, match=said):
+        lower(model, Packing(plan.sources[0].files))
+
+
+@pytest.mark.parametrize("engine", ["cuda", "tensorrt"])
+@pytest.mark.parametrize("key", ["kv", "activations"])
+def test_float32_is_refused_by_its_key(tmp_path: Path, engine: str, key: str) -> None:
+    write_target(tmp_path / "t", GEOMETRIES["27b"], 1, "bf16")
+    write_drafter(tmp_path / "d", GEOMETRIES["27b"], DrafterGeometry(), 2)
+    config = BuildConfig(**{"engine": engine, key: "f32"})  # type: ignore[arg-type]
+    said = rf"build.{key} must be auto or bf16( or fp8)? for engine {engine} \(got f32\)"
+    with pytest.raises(ConfigError, match=said):
+        make_plan(read_target(tmp_path / "t"), read_drafter(tmp_path / "d"), config)
+
+
+def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
+    text = (package / f"verify{ENDING}").read_text()
+    (tmp_path / f"verify{ENDING}").write_text(text[:-40])
+    with pytest.raises(PackageError, match="must be JSON"):
+        read(tmp_path, "verify")
+    (tmp_path / f"verify{ENDING}").write_text(text.replace('"room"', '"rum"', 1))
+    with pytest.raises(PackageError, match="unknown key steps"):
+        read(tmp_path, "verify")
+
+
+def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
+    made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
+    assert manifest.read(tmp_path) == made
+    manifest.check_files(tmp_path, made)
+    verify = read(tmp_path, "verify")
+    linears = [s for s in verify.steps if s.room in ("linear", "head")]
+    assert len(linears) == 257
+    used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
+    size = sum(verify.weights[n].nbytes for n in used)
+    # 9/16 of a byte for each NVFP4 weight, two bytes for each of in_proj_a and in_proj_b.
+    assert size == pytest.approx(14.446e9, rel=2e-3)
+    assert (made.chunk, made.chunks) == (512, (256, 128, 64, 32))
+    for step in (f"{step}.chunk{rows}" for step in manifest.CHUNK_STEPS for rows in made.chunks):
+        assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
+
+
+def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_path: Path) -> None:
+    config = BuildConfig(engine="cuda", chunk=2048, chunks=(2048,))
+    for name in ("whole", "apart"):
+        (tmp_path / name).mkdir()
+        write_hollow("qwen3.6-27b", tmp_path / name, config, fused=name == "whole")
+    for name in ("verify", "prefill", "propose", "observe"):
+        whole, apart = read(tmp_path / "whole", name), read(tmp_path / "apart", name)
+        assert weights(apart) == weights(whole)
+        assert (apart.inputs, apart.outputs) == (whole.inputs, whole.outputs)
+        made = set(apart.inputs) | set(apart.weights)
+        for step in apart.steps:
+            if step.room == "linear":
+                surrounded = {"norm_weight", "gate", "residual"} & set(step.ports)
+                assert not surrounded, step.name
+                assert (step.attributes["epilogue"], step.attributes["gate"]) == ("none", "none")
+            assert made >= {n for p, n in step.ports.items() if p in ("x", "a", "b", "gate", "q")}
+            made |= set(step.ports.values())
+
+
+def weights(program: Program) -> dict[str, int]:
+    return {name: weight.nbytes for name, weight in program.weights.items()}
+
+
+def test_a_linear_taken_apart_computes_the_same() -> None:
+    rng = np.random.default_rng(0)
+    for case in LINEAR.cases(rng):
+        a = LINEAR.complete(case.attributes)
+        if "norm_weight" not in case.inputs and "residual" not in case.inputs:
+            continue
+        known = {n: Known(DType.of(x), x.shape) for n, x in case.inputs.items()}
+        call = RoomCall(case.name, "linear", dict(a.values), {n: n for n in case.inputs},
+                        {p.name: p.name for p in LINEAR.outputs_of(a)})  # fmt: skip
+        want = LINEAR.reference(case.inputs, a)
+        known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
+        values = dict(case.inputs)
+        for step in unfused([call], known):
+            op, a = RULES[step.room].op, step.attributes
+            if step.room == "linear":  # nothing but the product
+                assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
+                assert "norm_weight" not in step.inputs, case.name
+            given = {port: values[name] for port, name in step.inputs.items()}
+            got = op.reference(given, op.complete(step.attributes))
+            values |= {name: got[port] for port, name in step.outputs.items()}
+        for name, value in want.items():
+            have, wide = values[name].astype(np.float64), value.astype(np.float64)
+            # Values between the separate steps are rounded to the rows' type once more.
+            error = 2.0**-7 if value.dtype.itemsize == 2 else 1e-5
+            assert np.abs(have - wide).max() <= error * np.abs(wide).max(), (case.name, name)
+
+
+def test_constants_of_the_graph_are_kept(package: Path) -> None:
+    weight = read(package, "verify").weights["layers.3.self_attn.scale_k"]
+    data = (package / weight.file).read_bytes()[weight.offset : weight.offset + 4]
+    assert np.frombuffer(data, np.float32)[0] == 1.0

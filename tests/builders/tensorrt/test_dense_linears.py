@@ -1,0 +1,400 @@
+"""Linears of prefill that are standard nodes instead of plugins, so that TensorRT multiplies by
+itself: which linears these are, and what their nodes compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from stand_ins import trt_recorder as recorder
+from support.checkpoints import Dialect, write_target
+from support.trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_hybrid
+
+from thor_dflash.builders.build import make_plan, material
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.output.weight_files import WeightFiles
+from thor_dflash.builders.tensorrt.dense_linears import Dense, _up
+from thor_dflash.builders.tensorrt.deployment_graph import Sheet
+from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.profiles import _sizeless
+from thor_dflash.builders.tensorrt.weight_constants import Constants
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attributes
+from thor_dflash.plugins.linear.reference import reference
+
+BF16 = DType.BF16.numpy
+FP4 = ml_dtypes.float4_e2m1fn
+ROWS = ("x", "gate", "residual")
+
+
+@pytest.fixture(scope="module")
+def modelopt(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record_hybrid(tmp_path_factory.mktemp("modelopt"), "modelopt")
+
+
+def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -> None:
+    assert {name for name in modelopt.engines if name.startswith("prefill")} == {"prefill"}
+    profiles = modelopt.engines["prefill"].config.profiles
+    for i, chunk in enumerate(CHUNKS):
+        name = "prefill" if i == 0 else f"prefill.chunk{chunk}"
+        card = modelopt.card(name)
+        assert (card.file, card.profile) == ("prefill.plan", i)
+        assert card.inputs["tokens"].shape == (chunk,)
+        assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
+    assert len(profiles) == len(CHUNKS)
+
+
+def test_nodes_that_differ_in_rows_alone_may_share_an_engine() -> None:
+    def node(known: str, call: int, kind: int) -> bytes:
+        given = {"known": known, "call0": call, "call1": call, "kind": kind}
+        return _sizeless(helper.make_node("ThorLinear", ["x"], ["y"], **given))
+
+    assert node("x:bf16:16,64", 1, 0) == node("x:bf16:32,64", 2, 0) != node("x:bf16:32,64", 2, 1)
+
+
+@pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
+def test_plugins_leave_rows_ready_for_plugins_alone(
+    tmp_path: Path, dialect: Dialect, some: bool
+) -> None:
+    """In a step of few rows. `some`: some of its products are plugins; otherwise none is."""
+    write_target(tmp_path / "t", HYBRID, 1, dialect)
+    config = replace(options(tmp_path), chunks=(CHUNKS[0], 16))
+    made = engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
+    graphs = {graph.name: graph for one in made for graph in one.graphs}
+    short = graphs["prefill.chunk16"].plugins
+    left = [name for name, node in short if "y0_slabs" in node.outputs]
+    taken = [name for name, node in short if "x_slabs" in (*node.inputs, *node.outputs)]
+    assert len(left) == len(taken)
+    assert bool(left) == some
+    together = next(one.graphs for one in made if one.name == "prefill")
+    assert len(together) == (1 if some else 2)
+    for name, node in short:
+        told = {*node.inputs, *node.outputs, *node.attributes.values}
+        assert "next_packed" not in told
+        if name not in left:
+            assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & told
+
+
+def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: Recorded) -> None:
+    kinds = {name: [layer.kind for layer in one.network.layers]
+             for name, one in modelopt.engines.items()}  # fmt: skip
+    assert "ThorLinear" not in kinds["prefill"]
+    assert "MatMul" not in kinds["verify"]
+    assert "ThorGdn" in kinds["prefill"]
+    layers = len(read_target(modelopt.out.parent / "target").dims.layers)
+    assert kinds["prefill"].count("TRT_FP4DynamicQuantize") == 4 * layers
+    assert kinds["verify"].count("ThorLinear") == 4 * layers
+
+
+def above(network: recorder.INetworkDefinition, layer: recorder.ILayer, port: int) -> Any:
+    """The layers that make an input, from the nearest one along their first inputs."""
+    made = {t.name: one for one in network.layers for t in one.outputs}
+    found, at = list[recorder.ILayer](), made.get(layer.inputs[port].name)
+    while at is not None:
+        found.append(at)
+        at = made.get(at.inputs[0].name) if at.inputs and at.plugin is None else None
+    return found
+
+
+def test_the_axis_that_is_cut_into_blocks_has_a_size_that_tensorrt_knows(
+    modelopt: Recorded,
+) -> None:
+    """Its documentation of DynamicQuantize demands a constant when it builds. An inferred size (-1)
+    is none to it if, as in an engine of several profiles, the number of rows is not known.
+    """
+    network, shaped = modelopt.engines["prefill"].network, 0
+    for quantiser in [one for one in network.layers if one.kind == "TRT_FP4DynamicQuantize"]:
+        rows, columns = quantiser.inputs[0].shape
+        assert rows == -1
+        if last := next((x for x in above(network, quantiser, 0) if x.kind == "Reshape"), None):
+            [sizes, *_] = above(network, last, 1)
+            assert onnx.numpy_helper.to_array(sizes.fields["value"]).tolist() == [0, columns]
+            shaped += 1
+    assert shaped == read_target(modelopt.out.parent / "target").dims.layers.count("gdn")
+
+
+def test_weights_are_dequantised_as_modelopt_s_exporter_writes_it(modelopt: Recorded) -> None:
+    network = modelopt.engines["prefill"].network
+    chains = [above(network, one, 1) for one in network.layers if one.kind == "MatMul"]
+    found = [chain for chain in chains if chain[-1].kind == "DequantizeLinear"]
+    assert len(found) > 8
+    for chain in found:
+        assert [x.kind for x in chain] == ["Cast", "Transpose", "DequantizeLinear"]
+        assert [x.kind for x in above(network, chain[-1], 1)] == ["DequantizeLinear"]
+
+
+def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) -> None:
+    prefill = modelopt.engines["prefill"].network
+    assert prefill.initializers
+    assert not {t.name for t in prefill.inputs} & prefill.initializers.keys()
+    assert not [n for n in prefill.initializers if "conv1d" in n or "embed" in n]
+    for name, one in modelopt.engines.items():
+        assert name == "prefill" or not one.network.initializers
+    assert not (modelopt.out / ".scratch").exists()
+
+
+def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path) -> None:
+    plan = make_plan(read_target(modelopt.out.parent / "target"), None, options(tmp_path))
+    stored = material(plan).stored
+    network = modelopt.engines["prefill"].network
+    for name, size in network.initializers.items():
+        value = stored.array(name).tobytes()
+        assert len(value) == size
+        assert value.startswith(network.beginnings[name])
+
+
+def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser gets their addresses, and TensorRT reads them when it builds. The parser itself
+    must not outlive them either.
+    """
+    files, left = list[list[str]](), list[bool]()
+    mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
+    given, alive = list[ref[Array]](), list[bool]()
+
+    def watched(*args: Any) -> Iterator[tuple[str, Array]]:
+        for name, array in mapped(*args):
+            given.append(ref(array))
+            yield name, array
+
+    def built(*args: Any) -> bool:
+        alive.extend(array() is not None for array in given)
+        files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
+        return build(*args)
+
+    def ended(parser: recorder.OnnxParser) -> None:
+        left.extend(array() is not None for array in given)
+        given.clear()
+
+    monkeypatch.setattr(Constants, "mapped", watched)
+    monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
+    monkeypatch.setattr(recorder.OnnxParser, "__del__", ended, raising=False)
+    record_hybrid(tmp_path, "modelopt")
+    assert len(alive) > 10
+    assert all(alive)
+    assert left == alive
+    assert files == [["constants.bin"], *[[] for _ in files[1:]]]
+
+
+def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_target(tmp_path / "t", HYBRID, 1, "modelopt")
+    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
+    program = next(p for p in plan.programs if p.name == "prefill")
+    graph = next(g for g in plan.graphs if g.name == "prefill").proto().graph
+    made = material(plan)
+    dense = Dense(program, graph, Constants(made.stored), made.scales)
+    [step] = [s for s in program.steps if s.name == "layers.0.mlp.gate_up"]
+    assert dense.takes(step)
+    real = made.stored.stored
+    monkeypatch.setattr(
+        WeightFiles,
+        "stored",
+        lambda self, name: (
+            replace(real(name), dtype=DType.FP8) if name.endswith("up_proj.weight") else real(name)
+        ),
+    )
+    assert not dense.takes(step)
+
+
+def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
+    network = record_hybrid(tmp_path, "mixed").engines["prefill"].network
+    kinds = [layer.kind for layer in network.layers]
+    assert "ThorLinear" in kinds
+    assert "TRT_FP4DynamicQuantize" in kinds
+
+
+def test_without_scales_for_the_rows_prefill_is_plugins(tmp_path: Path) -> None:
+    plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
+    graphs = [graph for one in engines(material(plan)).together for graph in one.graphs]
+    assert not [graph.name for graph in graphs if graph.products]
+
+
+@pytest.mark.parametrize(("dialect", "scale"), [("modelopt", 0.01), ("compressed-tensors", 1 / 77)])
+def test_the_scale_of_rows_is_what_the_checkpoint_tells(
+    tmp_path: Path, dialect: Dialect, scale: float
+) -> None:
+    write_target(tmp_path / "t", HYBRID, 1, dialect)
+    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
+    [told] = set(material(plan).scales.values())
+    assert told == pytest.approx(scale, rel=1e-6)
+
+
+def test_prefill_linears_can_be_made_plugins_by_configuration(tmp_path: Path) -> None:
+    made = record_hybrid(tmp_path, "modelopt", prefill_linears="plugin").engines
+    assert {"prefill", f"prefill.chunk{CHUNKS[1]}"} <= made.keys()
+    assert not [x for x in made["prefill"].network.layers if x.kind == "MatMul"]
+
+
+# ---- what the nodes compute -------------------------------------------------------------------
+
+
+class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801
+    """The operator as TensorRT documents it: E2M1 codes, and an E4M3 scale for each 16 columns."""
+
+    op_domain = "trt"
+
+    def _run(
+        self, x: Array, scale: Array, axis: int, block_size: int, scale_type: int
+    ) -> tuple[Array, Array]:
+        assert (axis, block_size, scale_type) == (-1, 16, TensorProto.FLOAT8E4M3FN)
+        return quantise(x, float(scale))
+
+
+def quantise(x: Array, scale: float) -> tuple[Array, Array]:
+    """Returns NVFP4 codes of `x` and block scales, given the scale of the whole tensor."""
+    groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 16)
+    wanted = np.abs(groups).max(-1) / 6 / scale
+    blocks = wanted.clip(max=448).astype(ml_dtypes.float8_e4m3fn)
+    step = blocks.astype(np.float64) * scale
+    codes = (groups / np.where(step == 0, 1, step)[..., None]).clip(-6, 6)
+    return codes.astype(np.float32).astype(FP4).reshape(x.shape), blocks
+
+
+def evaluate(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    run = ReferenceEvaluator(model, new_ops=[TRT_FP4DynamicQuantize])
+    names = [o.name for o in model.graph.output]
+    return dict(zip(names, run.run(None, dict(inputs)), strict=True))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of prefill: its inputs by the room's contract, and the nodes that it became."""
+
+    attributes: Attributes
+    ports: dict[str, str]
+    outputs: dict[str, str]
+    arrays: dict[str, Array]
+    sheet: Sheet
+    scales: Mapping[str, float]
+
+
+def linear(directory: Path, part: str) -> Linear:
+    """Returns the first linear of a small model's prefill whose name ends with `part`, with random
+    input rows.
+    """
+    write_target(directory, HYBRID, 1, "modelopt")
+    plan = make_plan(read_target(directory), None, options(directory))
+    made = material(plan)
+    pairs = zip(plan.graphs, plan.programs, strict=True)
+    graph, program = next((g.proto().graph, p) for g, p in pairs if p.name == "prefill")
+    step = next(s for s in program.steps if s.name.endswith(part))
+    sheet = Sheet()
+    # gate_proj and up_proj read the same rows, but claim different scales: the larger one counts.
+    scales = {n: 3 * s if "gate_proj" in n else s for n, s in made.scales.items()}
+    Dense(program, graph, Constants(made.stored), scales).write(step, sheet)
+    [node] = [n for n in graph.node if n.name == step.name]
+    a = LINEAR.complete({k: v for k, v in step.attributes.items() if k in LINEAR.attributes})
+    ports = {p.name: n for p, n in zip(LINEAR.inputs_of(a), node.input, strict=False) if n}
+    rng = np.random.default_rng(1)
+    arrays = {
+        port: rng.standard_normal((5, int(program.values[name].shape[1]))).astype(BF16)
+        if name in program.values
+        else made.stored.array(name)
+        for port, name in ports.items()
+    }
+    return Linear(a, ports, dict(step.ports), arrays, sheet, scales)
+
+
+@pytest.mark.parametrize("part", ["in_proj", "out_proj", "gate_up", "down_proj", "qkv", "o_proj"])
+def test_the_nodes_of_a_linear_compute_the_room_s_reference_over_quantised_rows(
+    tmp_path: Path, part: str
+) -> None:
+    one = linear(tmp_path, part)
+    rows = {one.ports[p]: one.arrays[p] for p in ROWS if p in one.ports}
+    got = evaluate(model_of(one), rows)
+    exact, meant = reference(one.arrays, one.attributes), with_quantised_rows(one)
+    for port, want in meant.items():
+        value = got[one.outputs[port]].astype(np.float64)
+        wide = want.astype(np.float64)
+        assert np.abs(value - wide).max() <= 0.03 * np.abs(wide).max()
+        near = similar(value, exact[port].astype(np.float64))
+        assert near > 0.97
+        if part == "gate_up":  # no residual hides the product, so quantised rows must show
+            assert near < 0.9999
+
+
+def similar(a: Array, b: Array) -> float:
+    """Returns the cosine similarity."""
+    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+
+
+def with_quantised_rows(one: Linear) -> dict[str, Array]:
+    """Returns the room's reference in which segments with NVFP4 weights read rows that were
+    quantised to NVFP4, too; other segments read the rows as they are.
+    """
+    arrays, a = one.arrays, one.attributes
+    identity = np.eye(arrays["x"].shape[1], dtype=np.float32)
+    before = {p: arrays[p] for p in ("x", "norm_weight", "gate") if p in arrays}
+    prologue = Attributes({**a.values, "segments": 1, "epilogue": "none"})
+    rows = reference({**before, "weight0": identity}, prologue)["y0"]
+    scale = up(max(one.scales[n] for n in one.ports.values() if n in one.scales))
+    codes, blocks = quantise(rows, scale)
+    wide = codes.astype(np.float64).reshape(len(rows), -1, 16)
+    back = (wide * (blocks.astype(np.float64) * scale)[..., None]).reshape(rows.shape)
+    after = {p: v for p, v in arrays.items() if p not in before}
+    bare = Attributes({**a.values, "gate": "none", "head_dim": 0})
+    low = reference({**after, "x": back.astype(BF16)}, bare)
+    full = reference({**after, "x": rows}, bare)
+    return {p: low[p] if f"block_scale{p[1:]}" in arrays else full[p] for p in low}
+
+
+def up(scale: float) -> float:
+    """Returns the scale rounded up to bfloat16."""
+    near = np.array(scale, np.float32).astype(BF16)
+    return float(near if near >= scale else np.nextafter(near, BF16.type(np.inf)))
+
+
+def model_of(one: Linear) -> onnx.ModelProto:
+    """Returns the nodes of one linear as a model of its own that contains its constants."""
+    bf16 = TensorProto.BFLOAT16
+    inputs = [
+        helper.make_tensor_value_info(one.ports[p], bf16, one.arrays[p].shape)
+        for p in ROWS
+        if p in one.ports
+    ]
+    outputs = [
+        helper.make_tensor_value_info(one.outputs[p.name], bf16, None)
+        for p in LINEAR.outputs_of(one.attributes)
+    ]
+    held = {name: one.arrays[port].tobytes() for port, name in one.ports.items()}
+    constants = [
+        helper.make_tensor(t.name, t.data_type, t.dims, held[t.name], raw=True)
+        for t in one.sheet.constants.values()
+    ]
+    opsets = [helper.make_opsetid(name, n) for name, n in one.sheet.domains.items()]
+    graph = helper.make_graph(one.sheet.nodes, "linear", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1 + 2.0**-20, 1 + 2.0**-8, 1.999, 3e-5])
+def test_the_scale_of_rows_is_rounded_up(scale: float) -> None:
+    assert float(_up(scale)) == up(scale) >= np.float32(scale)
+
+
+def test_the_scale_of_rows_is_one_number_on_both_sides(modelopt: Recorded) -> None:
+    layers = modelopt.engines["prefill"].network.layers
+    made = {t.name: layer for layer in layers for t in layer.outputs}
+    quantisers = [layer for layer in layers if layer.kind == "TRT_FP4DynamicQuantize"]
+    assert quantisers
+    for layer in quantisers:
+        there = onnx.numpy_helper.to_array(made[layer.inputs[1].name].fields["value"])
+        [back] = [x for x in layers if layer.outputs[1] in x.inputs]
+        here = onnx.numpy_helper.to_array(made[back.inputs[1].name].fields["value"])
+        assert here.dtype == BF16
+        assert float(here) == float(there) >= 0.01
+        assert back.kind == "DequantizeLinear"

@@ -1,0 +1,187 @@
+"""The rules of TensorRT's ONNX parser: our graphs obey them, and each broken rule is noticed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from support.checkpoints import write_target
+from support.trt_builds import HYBRID, NANO, options
+
+from thor_dflash.builders.build import make_plan, material
+from thor_dflash.builders.checkpoint.drafter import read_drafter
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.tensorrt import parser_rules
+from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.parser_rules import (
+    deployed_problems,
+    source_problems,
+    without_files,
+)
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.plugins import OPS
+from thor_dflash.plugins.contract import DOMAIN
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelProto]:
+    """Deployment graphs of two models. In the prefill of "hybrid", products are TensorRT's own; in
+    "nano", all are plugins.
+    """
+    tmp = tmp_path_factory.mktemp("lint")
+    write_target(tmp / "t", HYBRID, 1, "modelopt")
+    hybrid = make_plan(read_target(tmp / "t"), None, options(tmp))
+    nano = make_plan(
+        read_target(NANO / "target"), read_drafter(NANO / "drafter"), options(tmp, level=0)
+    )
+    return {
+        f"{name}.{one.name}": one.model
+        for name, plan in (("nano", nano), ("hybrid", hybrid))
+        for one in engines(material(plan)).together
+    }
+
+
+def test_deployment_graphs_obey_the_parser_and_onnx(deployed: dict[str, onnx.ModelProto]) -> None:
+    assert len(deployed) > 12
+    for name, model in deployed.items():
+        assert not deployed_problems(model), name
+        least = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+        assert model.ir_version >= least, name
+        onnx.checker.check_model(without_files(model), full_check=True)
+
+
+@pytest.mark.parametrize("engine", ["ort", "tensorrt"])
+def test_source_graphs_obey_the_parser_and_onnx(engine: str) -> None:
+    config = BuildConfig(engine=engine, capacity=512)  # type: ignore[arg-type]
+    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
+    for graph in plan.graphs:
+        model = graph.proto()
+        assert not source_problems(model), graph.name
+        onnx.checker.check_model(without_files(model))
+
+
+def test_no_type_of_ours_is_one_of_onnx_or_of_tensorrt() -> None:
+    # Operators that TensorRT's parser imports without a plugin, though ONNX may not have them.
+    taken = {"Attention", "RMSNormalization", "RotaryEmbedding", "Swish", "TensorScatter"}
+    for op in OPS:
+        assert not onnx.defs.has(op.type)
+        assert op.type not in taken
+        assert op.type.startswith("Thor")
+
+
+def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
+    return next(a for a in node.attribute if a.name == name)
+
+
+def drop(model: onnx.ModelProto, name: str) -> None:
+    node = model.graph.node[0]
+    node.attribute.remove(attribute(node, name))
+
+
+def add(model: onnx.ModelProto, name: str, value: object) -> None:
+    model.graph.node[0].attribute.append(helper.make_attribute(name, value))
+
+
+def swap(model: onnx.ModelProto) -> None:
+    first, second = (onnx.NodeProto.FromString(n.SerializeToString())
+                     for n in model.graph.node[:2])  # fmt: skip
+    model.graph.node[0].CopyFrom(second)
+    model.graph.node[1].CopyFrom(first)
+
+
+Change = Callable[[onnx.ModelProto], object]
+BREAKS: dict[str, tuple[Change, str]] = {
+    "namespace": (lambda m: drop(m, "plugin_namespace"), "plugin_namespace must be"),
+    "version": (lambda m: set_text(m, "plugin_version", b"2"), "plugin_version must be"),
+    "clash": (lambda m: rename_type(m, "Gather"), "must begin with Thor, as no operator"),
+    "prefix": (lambda m: rename_type(m, "Embed"), "must begin with Thor, as no operator"),
+    "unknown": (lambda m: m.graph.node[0].ClearField("domain"), "no operator of ONNX"),
+    "list": (lambda m: add(m, "sizes", [1, 2]), "sizes must be a number or text"),
+    "wide": (lambda m: add(m, "wide", 2**31), "wide must fit in 32 bits"),
+    "nul": (lambda m: add(m, "word", "a\0"), "word must be ASCII"),
+    "opset": (lambda m: opset(m, 17), "opset 17"),
+    "left out": (lambda m: m.graph.node[1].input.append(""), "an input left out"),
+    "order": (swap, "is read before anything makes it"),
+    "twice": (lambda m: m.graph.node.append(m.graph.node[0]), "made 2 times"),
+    "same": (lambda m: rename(m.graph.node[1], m.graph.node[0].name), "2 custom nodes named"),
+    "letter": (lambda m: add(m, "word", "\u00e4"), "word must be ASCII"),
+    "low": (lambda m: add(m, "wide", -(2**31)), "wide must fit in 32 bits"),
+    "untyped": (lambda m: m.graph.ClearField("value_info"), "of no declared type"),
+    "named": (lambda m: m.graph.node[1].ClearField("name"), "1 custom nodes named ''"),
+    "output": (lambda m: m.graph.output.add(name="nobody"), "output nobody that nothing makes"),
+    "bytes": (lambda m: retype(m, TensorProto.UINT8), "of type UINT8"),
+    "function": (lambda m: m.functions.add(name="ThorGdn"), "a function ThorGdn"),
+    "empty": (lambda m: resize(m, 0), "of an empty or unknown size"),
+    "huge": (lambda m: resize(m, 2**31), "elements, more than"),
+}
+
+
+def rename(node: onnx.NodeProto, name: str) -> None:
+    node.name = name
+
+
+def set_text(model: onnx.ModelProto, name: str, value: bytes) -> None:
+    attribute(model.graph.node[0], name).s = value
+
+
+def rename_type(model: onnx.ModelProto, kind: str) -> None:
+    model.graph.node[0].op_type = kind
+
+
+def opset(model: onnx.ModelProto, version: int) -> None:
+    next(o for o in model.opset_import if not o.domain).version = version
+
+
+def retype(model: onnx.ModelProto, kind: int) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = kind
+
+
+def resize(model: onnx.ModelProto, size: int) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = size
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_rule_is_named(what: str, deployed: dict[str, onnx.ModelProto]) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(deployed["nano.verify"])
+    change, words = BREAKS[what]
+    change(model)
+    assert any(words in problem for problem in deployed_problems(model)), deployed_problems(model)
+
+
+def test_a_graph_of_too_many_bytes_is_named(
+    deployed: dict[str, onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deployed["nano.verify"]
+    size = model.ByteSize()
+    for most, problems in ((size, []), (size - 1, [f"{size} bytes, more than {size - 1}"])):
+        monkeypatch.setattr(parser_rules, "LARGEST", most)
+        assert [p for p in deployed_problems(model) if "bytes" in p] == problems
+
+
+def test_a_body_that_does_not_fit_its_call_is_named() -> None:
+    config = BuildConfig(engine="ort", capacity=512)
+    plan = make_plan(read_target(NANO / "target"), None, config)
+    model = plan.graphs[0].proto()
+    node = next(n for n in model.graph.node if n.domain == DOMAIN)
+    body = next(f for f in model.functions if (f.name, f.overload) == (node.op_type, node.overload))
+    body.input.append("more")
+    assert any("not as many inputs" in p for p in source_problems(model))
+    model.functions.remove(body)
+    assert any("no body" in p for p in source_problems(model))
+
+
+def test_a_graph_that_breaks_a_rule_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thor_dflash.builders.tensorrt import package
+    from thor_dflash.core.errors import ConfigError
+
+    monkeypatch.setattr(package, "readers", lambda model: defaultdict(lambda: 2))
+    plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
+    with pytest.raises(ConfigError, match="read by 2 nodes and written in place by one of them"):
+        engines(material(plan))

@@ -1,0 +1,79 @@
+"""The model card's token limits: given or by rule; a limit that no answer can have is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.checkpoints import GEOMETRIES, write_target
+
+from thor_dflash.builders import build as builder
+from thor_dflash.builders.model_card import LENGTHS, RULE, TIERS, make_card
+from thor_dflash.config.tree import BuildConfig, CardConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.progress import Silent
+
+
+@pytest.mark.parametrize(
+    ("told", "longest", "said"),
+    [
+        *(({tier: 10**22}, 2048, f"{tier} must be <= 1792, the model's") for tier in TIERS),
+        ({"low": 1793}, 2048, "low must be <= 1792, the model's 2048 positions less the reply of"),
+        ({"low": 2000, "reply": 49}, 2048, "low must be <= 1999, .*the reply of 49"),
+        ({"max_tokens": 2049}, 2048, "max_tokens must be <= 2048, the model's 2048 positions"),
+        ({"complex": 2049}, 2048, "complex must be <= 2048, the model's 2048 positions"),
+        ({"complex": 256}, 2048, "complex must be > 256, the tokens kept for the reply"),
+        ({"reply": 400, "max_tokens": 400}, 2048, "reply must be <= 399, the longest answer of"),
+        ({"reply": 300, "complex": 200}, 2048, "reply must be <= 199, the longest answer of"),
+    ],
+)
+def test_a_number_that_no_answer_can_have_is_refused(
+    told: dict[str, int], longest: int, said: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"build\.card\.{said}.* \(got {next(iter(told.values()))}"
+    ):
+        make_card(CardConfig(**told), longest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("longest", [1, 7, 8, 9, 2048, 262144])
+def test_the_rule_and_the_largest_numbers_are_taken(longest: int) -> None:
+    by_rule = make_card(CardConfig(), longest)
+    assert max(by_rule.max_tokens, by_rule.complex) <= longest
+    told = CardConfig(max_tokens=longest, complex=longest)
+    assert make_card(told, longest).max == max(1, longest - make_card(told, longest).reply)
+
+
+def tiers(told: CardConfig, longest: int) -> tuple[int, ...]:
+    card = make_card(told, longest)
+    return tuple(getattr(card, name) for name in TIERS)
+
+
+def test_tiers_by_rule_are_shares_of_the_longest_answers_and_none_is_below_the_one_before() -> None:
+    """An answer has 32768 tokens, 81920 if it is hard; 4096 of them are kept for the reply."""
+    think, most = 32768 - 4096, 81920 - 4096
+    by_rule = (think // 8, think // 2, think, (think + most) // 2, most)
+    assert tiers(CardConfig(), 262144) == by_rule
+    assert tiers(CardConfig(medium=100), 262144) == (by_rule[0], by_rule[0], *by_rule[2:])
+    assert tiers(CardConfig(), 1) == (1,) * 5
+
+
+def test_the_card_says_which_numbers_were_given() -> None:
+    assert make_card(CardConfig(), 2048).source == RULE
+    some = make_card(CardConfig(low=3, reply=20), 2048)
+    assert some.source == f"told at build: reply, low; the rest {RULE}"
+    every = make_card(CardConfig(**dict.fromkeys((*LENGTHS, *TIERS), 9) | {"reply": 8}), 99)  # type: ignore[arg-type]
+    assert (
+        every.source == "told at build: max_tokens, complex, reply, low, medium, high, x_high, max"
+    )
+    assert make_card(CardConfig(low=3, source="its makers"), 2048).source == "its makers"
+
+
+def test_a_card_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "Staging", lambda *a: pytest.fail("begun"))
+    write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
+    config = BuildConfig(chunk=32, capacity=512, card=CardConfig(low=10**22))
+    with pytest.raises(ConfigError, match="build.card.low must be"):
+        builder.build(tmp_path / "target", None, tmp_path / "new" / "package", config, Silent())

@@ -1,0 +1,405 @@
+"""`check` finds the operator, weight or step of a damaged package that is wrong, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from stand_ins.numpy_engine import Spoil, Stepping
+from support import constrained_model
+from support.loop_models import prompt, session
+from support.package_damage import graph, rehash, spoil_body, spoil_weight
+
+from thor_dflash.builders.build import build
+from thor_dflash.calib.check.compare import (
+    Reference,
+    Report,
+    compare,
+    make,
+    some_tokens,
+    tracer,
+    walk,
+)
+from thor_dflash.calib.check.cuda_trace import Programs
+from thor_dflash.calib.check.golden import arrays, read
+from thor_dflash.calib.check.graph_inputs import walks
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
+from thor_dflash.package import manifest
+from thor_dflash.package.launch_program import Step
+from thor_dflash.package.manifest import Manifest
+from thor_dflash.plugins import OPS
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.engines.onnxruntime_import import ort
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.session import Session, open_session
+
+NANO = Path(__file__).parents[3] / "models" / "planner-nano"
+THREAD = EngineConfig(threads=1)
+
+
+def directory(s: Session) -> Path:
+    return Path(s.model.engine.package)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def good() -> Path:
+    return directory(session())
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "package"))
+
+
+@cache
+def reference_of(package: Path) -> Reference:
+    """Returns a package as the reference. One serves all tests: each use resets its session."""
+    held = open_session(package, THREAD, Silent())
+    golden = make(held, None, some_tokens(held), Silent())
+    return Reference(golden, held, tracer(held, package))
+
+
+def checked(package: Path, reference: Path | None, operators: str = "auto") -> Report:
+    with closing(open_session(package, THREAD, Silent(), choose=True)) as s:
+        other = reference_of(reference) if reference else None
+        show, tokens = tracer(s, package), some_tokens(s)
+        return compare(s, show, other, tokens, operators, None, Silent())  # type: ignore[arg-type]
+
+
+# ---- ONNX Runtime
+
+
+def test_a_package_compared_with_itself_is_right(good: Path) -> None:
+    report = checked(good, good, "all")
+    assert report.right
+    assert report.logits
+    assert report.logits.worst == 0
+    graphs = [walk.graph for walk in report.walks]
+    assert graphs == [
+        "verify",
+        "verify",
+        "prefill",
+        "accept",
+        "observe_chunk",
+        "propose",
+        "observe",
+    ]
+    # Other graphs use these names for other values: only verify's are compared.
+    assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]
+    assert not [walk.graph for walk in report.walks if walk.parts]
+    model = graph(good, "verify")
+    assert report.walks[0].operators == len(model.graph.node)
+
+
+def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
+    made = Path(shutil.copytree(constrained_model.package(16, (8, 64)), tmp_path / "package"))
+    sizes = (".chunk64", "", ".chunk8")
+    steps = [f"{step}{size}" for step in ("prefill", "observe_chunk") for size in sizes]
+    report = checked(made, None)
+    assert report.right
+    walked = [walk.graph for walk in report.walks]
+    assert [name for name in walked if name.startswith(("prefill", "observe_"))] == steps
+    spoil_body(made, "layers.0.linear_attn", "Softplus", "Sigmoid", "prefill.chunk8")
+    spoil_body(made, "drafter.context_kv", "Mul", "Add", "observe_chunk.chunk8")
+    wrong = {walk.graph: walk.wrong.step for walk in checked(made, None).walks if walk.wrong}
+    assert wrong == {
+        "prefill.chunk8": "layers.0.linear_attn",
+        "observe_chunk.chunk8": "drafter.context_kv",
+    }
+
+
+def test_a_size_above_the_package_s_own_is_walked_unless_a_smaller_one_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = [
+        "check",
+        "--package",
+        str(constrained_model.package(16, (8, 64))),
+        "-s",
+        "engine.threads=1",
+    ]
+    for more, sizes in (([], {"", ".chunk64", ".chunk8"}), (["-s", "engine.chunk=8"], {".chunk8"})):
+        assert main.main([*args, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {
+            w.removeprefix("ok     prefill").partition(",")[0] for w in lines if "prefill" in w
+        } == sizes
+
+
+def test_an_observe_step_is_walked_with_the_taps_of_a_prefill_step_of_its_size() -> None:
+    with closing(open_session(constrained_model.package(16, (8, 64)), THREAD, Silent())) as s:
+        for name, rows in (("observe_chunk", 16), ("observe_chunk.chunk8", 8)):
+            call = walks(s.model)[name]([1, 2, 3, 4, 5], 0)
+            taps = s.model.engine.read(call.inputs["taps"])
+            assert len(taps) == rows
+            assert np.abs(taps[:5]).max(axis=1).all()
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_rounding_is_no_fault(kv: str) -> None:
+    report = checked(directory(session(kv=kv, dialect="modelopt")), None)  # type: ignore[arg-type]
+    assert report.right, [walk.wrong for walk in report.walks]
+    other = checked(directory(session(kv=kv)), directory(session()), "all")  # type: ignore[arg-type]
+    assert other.right, other
+
+
+@pytest.mark.parametrize(
+    ("step", "old", "new"),
+    [
+        ("layers.2.mlp.down_proj", "Add", "Sub"),
+        ("layers.3.self_attn", "Mul", "Add"),
+        ("layers.1.linear_attn", "Softplus", "Sigmoid"),
+    ],
+)
+def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, new: str) -> None:
+    spoil_body(copy, step, old, new)
+    report = checked(copy, good)
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong
+    assert only.wrong.step == step
+    # Without a reference, the operator's definition is enough.
+    alone = checked(copy, None)
+    assert alone.walks[0].wrong
+    assert alone.walks[0].wrong.step == step
+
+
+@pytest.mark.parametrize(
+    ("weight", "step"),
+    [
+        ("layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj"),
+        ("layers.3.self_attn.q_norm.weight", "layers.3.self_attn"),
+    ],
+)
+def test_a_damaged_weight_is_blamed_on_the_operator_that_reads_it(
+    copy: Path, good: Path, weight: str, step: str
+) -> None:
+    spoil_weight(copy, weight)
+    report = checked(copy, good)
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong is None  # the operator computes what it should, with the wrong weight
+    assert only.parts
+    assert only.parts.step == step
+    assert only.parts.read < 1e-4 < only.parts.left
+
+
+def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: Path) -> None:
+    """A wrong record changes nothing until the second block folds it."""
+    model = graph(copy, "verify")
+    node = next(n for n in model.graph.node if n.name == "layers.0.linear_attn")
+    body = next(f for f in model.functions if f.overload == node.overload)
+    # next_record_d is left 1.5 times too large.
+    last = next(n for n in body.node if "next_record_d" in n.output)
+    name = "next_record_d"
+    last.output[list(last.output).index(name)] = "spoiled"
+    factor = onnx.helper.make_tensor("factor_value", onnx.TensorProto.FLOAT, [], [1.5])
+    body.node.append(onnx.helper.make_node("Constant", [], ["spoil_factor"], value=factor))
+    body.node.append(onnx.helper.make_node("Mul", ["spoiled", "spoil_factor"], [name]))
+    (copy / "verify.onnx").write_bytes(model.SerializeToString())
+    rehash(copy)
+    report = checked(copy, good)
+    assert report.logits
+    assert report.logits.first == 16
+    assert report.walks[0].block == 1
+    assert report.walks[0].wrong
+    assert (report.walks[0].wrong.step, report.walks[0].wrong.output) == (node.name, name)
+
+
+def test_a_tolerance_that_holds_the_difference_makes_it_right(good: Path, copy: Path) -> None:
+    """The taps still show after which layer the damaged package differs."""
+    spoil_weight(copy, "layers.1.mlp.down_proj.weight")
+    assert checked(copy, good, "none").walks == ()
+    with closing(open_session(copy, THREAD, Silent())) as s:
+        golden = make(session(), None, some_tokens(s), Silent())
+        loose = compare(s, None, Reference(golden), golden.tokens, "auto", 10.0, Silent())
+    assert loose.right
+    assert loose.logits
+    assert loose.logits.first == -1
+    assert dict(loose.taps)[0] < 1e-6 < dict(loose.taps)[1]
+    assert "shows nothing inside" in loose.notes[0]
+
+
+def test_a_traced_graph_runs_on_as_many_threads_as_its_engine(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ort.SessionOptions] = []
+    real = ort.SessionOptions
+    monkeypatch.setattr(ort, "SessionOptions", lambda: made.append(real()) or made[-1])
+    assert checked(good, None).right
+    assert {options.intra_op_num_threads for options in made} == {THREAD.threads}
+
+
+# ---- files
+
+
+def test_a_golden_file_carries_all_that_is_compared(good: Path, copy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "g.npz"
+    args = ["check", "-s", "engine.threads=1", "--package"]
+    assert main.main([*args, str(good), "--make-golden", str(path)]) == 0
+    assert main.main([*args, str(good), "--golden", str(path)]) == 0
+    spoil_weight(copy, "layers.1.mlp.down_proj.weight")
+    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
+
+
+def test_the_report_is_told_in_words_and_as_json(
+    good: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "g.npz"
+    args = ["check", "-s", "engine.threads=1", "--package"]
+    main.main([*args, str(good), "--make-golden", str(path)])
+    spoil_body(copy, "layers.2.mlp.down_proj", "Add", "Sub")
+    capsys.readouterr()
+    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "wrong  verify, block 0, operator" in text
+    assert "layers.2.mlp.down_proj (linear): y0 at [" in text
+    assert text.endswith("NOT the same\n")
+    assert main.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["right"] is False
+    assert told["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
+
+
+def test_what_does_not_belong_together_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["check", "-s", "engine.threads=1", "--package", str(good)]
+
+    def refused(*more: str) -> str:
+        assert main.main([*args, *more]) == 2
+        return capsys.readouterr().err
+
+    path = tmp_path / "g.npz"
+    assert main.main([*args, "--make-golden", str(path)]) == 0
+    golden = read(path)
+    other = dataclasses.replace(golden, sources={"target": "0" * 64})
+    np.savez(tmp_path / "other.npz", allow_pickle=False, **arrays(other))
+    assert "got another config.json: 000000000000" in refused(
+        "--golden", str(tmp_path / "other.npz")
+    )
+    (tmp_path / "junk.npz").write_bytes(b"junk")
+    junk = refused("--golden", str(tmp_path / "junk.npz"))
+    assert "must be a golden file (got: a file that numpy cannot read); make it again" in junk
+    assert "must be a readable file" in refused("--golden", str(tmp_path / "no.npz"))
+    assert "--make-golden must be a path ending in .npz" in refused("--make-golden", "x")
+    assert "must be a package directory" in refused("--reference", str(tmp_path / "no"))
+
+
+# ---- programs, on an engine that needs no device
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest]:
+    """planner-nano's packages for CUDA and for ONNX Runtime, and the latter's manifest."""
+    root = tmp_path_factory.mktemp("nano")
+    options = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": 512}
+    for engine in ("cuda", "ort"):
+        config = BuildConfig(engine=engine, **options)  # type: ignore[arg-type]
+        made = build(NANO / "target", NANO / "drafter", root / engine, config, Silent())
+    return root / "cuda", root / "ort", made
+
+
+def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
+    """Compare the CUDA package, on an engine without a device, with the one for ONNX Runtime."""
+    package, graphs, made = nano
+    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    show = Programs(engine)
+    with closing(open_session(graphs, THREAD, Silent())) as other:
+        tokens = prompt(20, vocab=made.vocab_limit)
+        golden = make(other, None, tokens, Silent())
+        reference = Reference(golden, other, tracer(other, graphs))
+        return compare(Session(model, None), show, reference, tokens, "auto", None, Silent())
+
+
+def test_rooms_may_be_off_by_what_they_say_and_standard_nodes_by_nothing(
+    good: Path, nano: tuple[Path, Path, Manifest]
+) -> None:
+    rooms = {op.name: op.rtol for op in OPS}
+    for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # rows are float32, bfloat16
+        with closing(open_session(package, THREAD, Silent())) as s:
+            show = tracer(s, package)
+            assert show
+            for step in show.steps(walks(s.model)["verify"]([1, 2, 3], 0)):
+                meant = max(rooms[step.room], least) if step.room in rooms else 0.0
+                assert step.tolerance == meant, step.step
+
+
+def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(
+    nano: tuple[Path, Path, Manifest],
+) -> None:
+    package, _, made = nano
+    engine = Stepping(package)
+    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    tokens = prompt(20, vocab=made.vocab_limit)
+    alone = compare(Session(model, None), Programs(engine), None, tokens, "all", None, Silent())
+    assert alone.right, alone
+    assert {walk.graph for walk in alone.walks} == set(engine.programs) - {"accept_masked"}
+    together = stepped(nano, Stepping(package))
+    assert together.right, together.logits
+
+
+def spoiled(name: str, port: str) -> Spoil:
+    def spoil(step: object, outputs: dict[str, Array]) -> None:
+        if step.name == name and port in outputs:  # type: ignore[attr-defined]
+            outputs[port] = (outputs[port].astype(np.float32) * 1.5).astype(outputs[port].dtype)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("step", "port"),
+    [
+        ("layers.1.mlp.gate_up", "y0"),
+        ("layers.2.linear_attn", "next_record_d"),
+        ("layers.3.self_attn", "o"),
+    ],
+)
+def test_a_wrong_step_of_a_program_is_named(
+    nano: tuple[Path, Path, Manifest], step: str, port: str
+) -> None:
+    engine = Stepping(nano[0], spoiled(step, port))
+    model = Model(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
+    tokens = prompt(20, vocab=nano[2].vocab_limit)
+    wrong = walk(
+        Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0, Silent()
+    ).wrong
+    assert wrong
+    assert (wrong.step, wrong.output) == (step, port)
+    assert wrong.error == pytest.approx(0.5, abs=0.02) or np.isinf(wrong.error)
+
+
+class Mispacked(Stepping):
+    """Reads the scales of one packed weight as zeros, as if the builder had packed them wrongly."""
+
+    def fetch(self, call: Call, step: Step, port: str) -> Array:
+        found = super().fetch(call, step, port)
+        spoiled = step.name == "layers.1.mlp.down_proj" and port == "scales"
+        return np.zeros_like(found) if spoiled else found
+
+
+def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifest]) -> None:
+    report = stepped(nano, Mispacked(nano[0]))
+    assert not report.right
+    [only] = report.walks
+    assert only.wrong is None
+    assert only.parts
+    assert only.parts.step == "layers.1.mlp.down_proj"
+
+
+def test_a_graph_reference_needs_graphs(nano: tuple[Path, Path, Manifest]) -> None:
+    from thor_dflash.cli.commands import check
+
+    with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
+        check._check_reference("ort", manifest.read(nano[0]))

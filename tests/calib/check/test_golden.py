@@ -1,0 +1,115 @@
+"""Golden files that are refused: damaged, of another model, or .npz files of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.loop_models import session
+
+from thor_dflash.calib.check.compare import logits, make, some_tokens
+from thor_dflash.calib.check.golden import arrays, fits, read, same, sources
+from thor_dflash.cli import main
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
+
+
+@pytest.fixture(scope="module")
+def made() -> Mapping[str, Array]:
+    """The arrays of a small model's golden file, without values inside its graphs."""
+    s = session()
+    return arrays(make(s, None, some_tokens(s), Silent()))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("logits", np.zeros((5, 512), np.float32), r"float32 \[48, 512\].*float32 \[5, 512\]"),
+        ("logits", np.zeros((48, 5), np.float32), r"\(got float32 \[48, 5\]\); make it again"),
+        ("logits", np.zeros((48, 512)), r"logits must be float32 .* \(got float64 \[48, 512\]"),
+        ("taps", np.zeros((48, 5), np.float32), r"taps must be .* \(got float32 \[48, 5\]\)"),
+        ("block", np.zeros(3), r"block must be a number \(got float64 \[3\]\)"),
+        ("tokens", np.array(5), r"tokens must be a list of numbers \(got int64 \[\]\)"),
+        ("block", np.array(np.inf), "must be a golden file .got: cannot convert float infinity"),
+        ("tokens", np.array([1, np.inf]), "must be a golden file .got: cannot convert float inf"),
+        ("value.x", np.array(["a"]), r"value.x must be numbers \(got <U1\); make it again"),
+        ("tokens", np.array(["a"]), r"tokens must be a list of numbers \(got <U1 \[1\]\)"),
+    ],
+)
+def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
+    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, said: str
+) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **{**made, name: wrong})
+    with pytest.raises(RequestError, match=said):
+        fits(read(path), session().model, str(path))
+
+
+def test_a_golden_as_it_was_made_fits(made: Mapping[str, Array], tmp_path: Path) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **made)
+    fits(read(path), session().model, str(path))
+    fits(replace(read(path), taps=None), session().model, str(path))
+
+
+def test_what_was_made_of_another_drafter_is_refused() -> None:
+    manifest = session().manifest
+    made = sources(manifest)
+    assert set(made) == {"target", "drafter"}
+    same({"target": made["target"]}, manifest, "g.npz")
+    same(made, replace(manifest, sources={"target": manifest.sources["target"]}), "g.npz")
+    said = r"g.npz must be made of the drafter of the package \(got another config.json: 000"
+    with pytest.raises(RequestError, match=said):
+        same({**made, "drafter": "0" * 64}, manifest, "g.npz")
+
+
+@pytest.mark.parametrize("name", ["block", "rounds", "tokens", "logits"])
+def test_a_file_without_an_array_is_told_what_a_golden_holds(
+    made: Mapping[str, Array], tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "g.npz"
+    np.savez(path, allow_pickle=False, **{n: x for n, x in made.items() if n != name})
+    said = f"must be a golden file, which holds block, rounds, tokens, logits .got no {name} among"
+    with pytest.raises(RequestError, match=said):
+        read(path)
+
+
+def test_a_file_whose_compressed_data_are_damaged_is_no_golden(
+    made: Mapping[str, Array], tmp_path: Path
+) -> None:
+    path = tmp_path / "golden.npz"
+    np.savez_compressed(path, allow_pickle=False, **made)
+    data = bytearray(path.read_bytes())
+    data[60:90] = b"\xff" * 30
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match="must be a golden file .*; make it again"):
+        read(path)
+
+
+def test_one_array_is_no_golden(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    with pytest.raises(RequestError, match="must be a golden file .got: one array without"):
+        read(tmp_path / "a.npz")
+
+
+def test_logits_that_are_all_0_can_be_compared() -> None:
+    zero, other = np.zeros((2, 5), np.float32), np.ones((2, 5), np.float32)
+    assert logits(zero, zero, 0.1).first == -1
+    assert logits(other, zero, 0.1).first == 0
+
+
+def test_a_reference_of_another_model_is_named_before_it_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, other = (str(session(g).model.engine.package) for g in ("27b", "nested"))  # type: ignore[attr-defined]
+    (tmp_path / "t.json").write_text("[511]")
+    args = ["check", "-s", "engine.threads=1", "--package", here, "--reference", other]
+    assert main.main([*args, "--tokens", str(tmp_path / "t.json")]) == 2
+    err = capsys.readouterr().err
+    assert f"{other} must be made of the target of the package" in err
+    assert "scoring" not in err

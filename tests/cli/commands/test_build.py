@@ -1,0 +1,231 @@
+"""`thor-dflash build`: what it refuses, before any work, and what it tells of a checkpoint without
+a tokenizer, a chat template or stop ids.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.samples import MANIFEST
+
+from thor_dflash.builders import build as builder
+from thor_dflash.builders.build import make_plan
+from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.model_card import make_card
+from thor_dflash.cli import main
+from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
+from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
+from thor_dflash.core.model_dims import LEAST_TALK
+from thor_dflash.core.progress import Silent
+from thor_dflash.package.tokenizer_files import addressed_ids
+from thor_dflash.runtime.session import session
+
+NANO = Path(__file__).parents[3] / "models/planner-nano/target"
+TEMPLATE = "chat_template.jinja"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A copy of planner-nano's target, whose weights are links to the original file."""
+    (tmp_path / "target").mkdir()
+    for path in NANO.iterdir():
+        if path.suffix == ".safetensors":
+            (tmp_path / "target" / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, tmp_path / "target")
+    return tmp_path / "target"
+
+
+def build(target: Path, *more: str) -> int:
+    out = str(target.parent / "package")
+    return main.main(["build", "--target", str(target), "--out", out, *more])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (TEMPLATE, b"{% for", "must be valid jinja"),
+        (TEMPLATE, b"\xff\xfe", f"{TEMPLATE} must be UTF-8"),
+        (TEMPLATE, b"", "the chat template must render what a user says (got '' of 'Hello')"),
+        (TEMPLATE, b"<|im_start|>", "the chat template must render what a user says"),
+        (TEMPLATE, b"{{ raise_exception('no') }}", "must render what a user says (got: messages"),
+        (TEMPLATE, b"{% if not enable_thinking %}{{ 1 // 0 }}{% endif %}{{ messages[0].content }}",
+         "chat template must run (got ZeroDivisionError"),
+        ("tokenizer.json", b"{}", "tokenizer.json must be a tokenizer"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_or_template_that_no_session_can_use_is_refused_before_the_build_begins(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, content: bytes, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(builder, "build", lambda *a: pytest.fail("built"))
+    (target / name).write_bytes(content)
+    assert build(target) == 2
+    line = capsys.readouterr().err.strip()
+    assert said in line.replace('"', "'")
+    assert line.count("\n") == 0
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("tokenizer.json", "no tokenizer.json in"),
+        (TEMPLATE, "no chat template in"),
+        ("", ""),
+    ],
+)
+def test_a_missing_tokenizer_or_template_is_told_at_the_end(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    gone: str, said: str,
+) -> None:  # fmt: skip
+    made = replace(MANIFEST, tokenizer=gone != "tokenizer.json", skipped=())
+    monkeypatch.setattr(builder, "build", lambda *a: made)
+    if gone:
+        (target / gone).unlink()
+    assert build(target) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(said or "  mlp")
+
+
+def test_a_package_with_a_template_of_no_use_is_refused_before_its_weights_are_read(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (target / TEMPLATE).write_text("{% for")
+    out = target.parent / "package"
+    builder.build(target, None, out, BuildConfig(capacity=128), Silent())
+    monkeypatch.setattr(session, "_ENGINES", {"ort": lambda *a: pytest.fail("weights are read")})
+    with pytest.raises(PackageError, match="must be valid jinja"):
+        session.open_session(out, EngineConfig(), Silent())
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("-s build.draft_ids=ids.json", "build.draft_ids must go with --drafter (got none)"),
+        ("-s build.tensorrt.level=5",
+         "build.tensorrt.level must go with --engine tensorrt (got ort)"),
+        ("--engine cuda -s build.tensorrt.level=5",
+         "build.tensorrt.level must go with --engine tensorrt (got cuda)"),
+    ],
+)  # fmt: skip
+def test_a_setting_on_the_command_line_that_no_part_of_the_package_reads_is_refused(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    told: str, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(builder, "build", lambda *a: pytest.fail("built"))
+    assert build(target, *told.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_may_hold_settings_that_a_build_makes_no_use_of(
+    target: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "x.toml").write_text("[build]\ndraft_ids = 'ids.json'\ntensorrt.level = 5\n")
+    assert build(target, "-c", str(tmp_path / "x.toml")) == 0
+
+
+def test_a_checkpoint_without_stop_ids_is_told(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build(target) == 0
+    assert "eos_token" not in capsys.readouterr().out
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (target / name).unlink()
+    assert build(target) == 0
+    said = f"no eos_token_id in {target}: an answer ends at max_tokens, never before"
+    assert said in capsys.readouterr().out.splitlines()
+
+
+LONGEST = read_target(NANO).dims.max_position
+
+
+@pytest.mark.parametrize(
+    ("key", "most", "more"),
+    [
+        ("chunk", LONGEST, LONGEST + 1),
+        ("chunks", (LONGEST,), (LONGEST + 1,)),
+        ("capacity", LONGEST, LONGEST + 1),
+        ("widths", (12,), (16,)),
+    ],
+)
+def test_a_size_is_taken_up_to_its_bound(key: str, most: object, more: object) -> None:
+    make_plan(read_target(NANO), None, BuildConfig(**{key: most}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"^build\.{key} must be .* \(got "):
+        make_plan(read_target(NANO), None, BuildConfig(**{key: more}))  # type: ignore[arg-type]
+
+
+def test_a_context_is_as_short_as_a_block_and_a_talk_and_by_default_not_as_long_as_it_can() -> None:
+    whole = read_target(NANO)
+    assert make_plan(whole, None, BuildConfig(capacity=BLOCK + LEAST_TALK)).capacity == 18
+    longer = replace(whole, dims=replace(whole.dims, max_position=2 * CAPACITY))
+    assert make_plan(longer, None, BuildConfig()).capacity == CAPACITY
+
+
+def test_a_checkpoint_is_recorded_by_its_name_however_its_path_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(NANO)
+    made = builder.describe(make_plan(read_target(Path()), None, BuildConfig()))
+    assert made.sources["target"].directory == "target"
+
+
+def test_the_card_is_the_model_s_however_short_the_context() -> None:
+    made = builder.describe(make_plan(read_target(NANO), None, BuildConfig(capacity=128)))
+    assert made.card == make_card(CardConfig(), LONGEST)
+
+
+def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> None:
+    whole = read_target(NANO)
+    short = replace(whole, dims=replace(whole.dims, max_position=100))
+    config = BuildConfig(engine="cuda", chunk=64)
+    assert make_plan(whole, None, config).chunks == (256, 128, 32)
+    assert make_plan(short, None, config).chunks == (32,)
+    short = replace(whole, dims=replace(whole.dims, max_position=128))
+    assert make_plan(short, None, config).chunks == (128, 32)
+    assert make_plan(short, None, BuildConfig(engine="cuda")).shape.chunk == 128
+    assert make_plan(whole, None, replace(config, chunks=(64, 128))).chunks == (128,)
+
+
+def test_a_python_without_assertions_builds_the_same_package(target: Path) -> None:
+    script = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
+    built = []
+    for options in ([], ["-O"]):
+        out = target.parent / f"package{len(options)}"
+        python = [sys.executable, *options, "-c", script]
+        subprocess.run([*python, "build", "--target", target, "--out", out], check=True)
+        # Less the file that holds the time of the build.
+        files = sorted(p for p in out.rglob("*") if p.is_file() and p.name != "manifest.toml")
+        built.append([(path.relative_to(out), path.read_bytes()) for path in files])
+    assert built[0] == built[1]
+
+
+def test_eight_stop_ids_below_the_vocabulary_are_taken(target: Path) -> None:
+    def stop(*ids: int) -> tuple[int, ...]:
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        return builder.describe(make_plan(read_target(target), None, BuildConfig())).stop_tokens
+
+    vocab = addressed_ids(target)
+    assert vocab < read_target(target).dims.vocab
+    assert set(stop(*range(7), vocab - 1)) == {*range(7), vocab - 1}
+    with pytest.raises(CheckpointError, match=rf"must be below {vocab} \(got {vocab}\)"):
+        stop(vocab)
+
+
+def test_a_tokenizer_may_address_every_row_and_none_past_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = read_target(NANO)
+    vocab = target.dims.vocab
+    for ids in (vocab - 1, vocab):
+        monkeypatch.setattr(builder, "addressed_ids", lambda directory, ids=ids: ids)
+        assert make_plan(target, None, BuildConfig()).shape.vocab == ids
+    monkeypatch.setattr(builder, "addressed_ids", lambda directory: vocab + 1)
+    with pytest.raises(CheckpointError, match=rf"below vocab_size {vocab} \(got {vocab}\)"):
+        make_plan(target, None, BuildConfig())

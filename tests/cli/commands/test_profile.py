@@ -1,0 +1,366 @@
+"""`thor-dflash profile`, with a small model of random weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+
+from thor_dflash.builders.build import build
+from thor_dflash.cli import main, parser
+from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.config.tree import BuildConfig
+from thor_dflash.core.progress import Silent, Task
+from thor_dflash.package import manifest
+from thor_dflash.runtime.doctor import jetson
+from thor_dflash.runtime.doctor.facts import Finding
+
+FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a package `pkg` and a file `ids.json` of 40 token ids."""
+    root = tmp_path_factory.mktemp("profile")
+    write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
+    write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
+    config = BuildConfig(chunk=32, capacity=512)
+    build(root / "target", root / "drafter", root / "pkg", config, Silent())
+    (root / "ids.json").write_text(json.dumps(list(range(40))))
+    return root
+
+
+def profile(root: Path, *more: str) -> int:
+    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
+    return main.main(["profile", *source, *FEW, *more])
+
+
+def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["profile", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    args = parser.parse(["profile", "--package", "p", "--prompt", "a"])
+    assert f"not measured (default {args.warmup})" in told
+    assert f"--runs N answers to measure (default {profile_verb.RUNS})" in told
+
+
+def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profile(root, "--json", "--drafter", "none") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    assert (found["runs"], found["warmup"], found["tokens"], found["finish"]) == (3, 1, 8, "length")
+    assert (found["subject"]["prompt_tokens"], found["subject"]["engine"]) == (40, "ort")
+    assert found["subject"]["settings"]["decode.drafter"] == "none"
+    assert "engine.cubins" not in found["subject"]["settings"]
+    assert math.isclose(sum(p["share"] for p in found["phases"].values()), 1, abs_tol=1e-6)
+    assert set(found["phases"]) == {"prefill", "verify", "accept", "host"}
+    assert (found["spec"]["cycles"], found["spec"]["drafted"]) == (8, 0)
+    assert "inside" not in found  # on ONNX Runtime every graph is a phase, so there are no parts
+    assert [beat["tokens"] for beat in found["timeline"] if beat["tokens"]] == [1] * 8
+    assert len(found["times"]["each_ms"]["values"]) == 3 * 8
+    for s in found["times"].values():
+        assert 0 < s["low"] <= s["median"] <= s["p90"] <= s["p99"] <= s["high"]
+
+
+def test_a_profile_beside_an_earlier_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    table["subject"]["version"] = "0"
+    table["times"]["e2e_ms"]["median"] = 1e-3
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 0
+    out = capsys.readouterr().out
+    (whole,) = (line for line in out.splitlines() if "whole answer" in line)
+    assert whole.endswith("x of 0.00")
+    assert float(whole.split()[-3].removesuffix("x")) > 1000
+    assert "prompt of 40 tokens, answer of 8, ended by length; 3 runs after 1" in out
+    assert "cut by decode.max_tokens" in out
+    assert "\n  committed tokens a cycle, 1 to 16:  |█" in out
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_cycle_that_only_ends_the_answer_counts_as_one(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    traced, source = tmp_path / "x.json", ("--tokens", str(root / "ids.json"))
+    asked = (*source, "--drafter", "none", "--json", "--max-tokens", "2")
+    assert main.main(["generate", "--package", str(root / "pkg"), *asked]) == 0
+    end = json.loads(capsys.readouterr().out)["tokens"][at]
+    write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
+    (tmp_path / "target/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    build(tmp_path / "target", None, tmp_path / "pkg", BuildConfig(chunk=32), Silent())
+    few = ("--runs", "2", "--warmup", "0", "--trace", str(traced))
+    assert main.main(["profile", "--package", str(tmp_path / "pkg"), *asked, *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["finish"]) == (at, "stop")
+    assert found["spec"]["cycles"] == at + 1
+    assert len(found["times"]["each_ms"]["values"]) == 2 * (at + 1)
+    events = json.loads(traced.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names == ["prompt"] * 2 + ["cycle"] * (at + 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--runs", "0"), "--runs must be at least 1 (got 0)"),
+        (("--warmup", "-1"), "--warmup must be at least 0 (got -1)"),
+        (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
+        (("--compare", "none.json"), "none.json must be a readable file"),
+        (("--soak", "0"), "--soak must be 1 to 21600 seconds (got 0)"),
+        (("--soak", "21601"), "--soak must be 1 to 21600 seconds (got 21601)"),
+        (("--soak", "9", "--runs", "15"), "--runs must go without --soak (got both)"),
+        (("--compare", "x", "--json"), "--compare must go without --json (got both)"),
+        (("--html", "x.png"), "--html must be a path ending in .html (got x.png)"),
+        (("--trace", "x.html"), "--trace must be a path ending in .json (got x.html)"),
+        (
+            ("--html", "no/x.html"),
+            "--html must be a file in a directory that exists (got no/x.html)",
+        ),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], told: str
+) -> None:
+    assert main.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
+    assert capsys.readouterr().err.startswith(f"thor-dflash: {told}")
+
+
+def test_a_soak_answers_until_its_time_is_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(step=0.4)  # each look at the clock finds it 0.4 s later
+    monkeypatch.setattr(profile_verb, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
+    few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
+    assert main.main(["profile", *source, *few, "--soak", "9"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.partition("over time")[2].splitlines()]
+    rows = rows[1 : rows.index([])]
+    runs = sum(int(row[4]) for row in rows)
+    assert f"{runs} runs after 1 to warm up" in out
+    last, before = float(rows[-1][2]), float(rows[-1][0])
+    assert before < 9 <= last < 13
+    assert "warming up 1 time\n" in err
+    assert "answering 9 s\n" in err
+
+
+def test_profiles_of_different_settings_are_not_compared(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json", "--gate", "on") == 0
+    before.write_text(capsys.readouterr().out)
+    assert profile(root, "--compare", str(before)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    same = "--compare must be a profile of the same question and settings"
+    told = f"{same} (got decode.gate on, now off)"
+    assert err.endswith(f"thor-dflash: {told}\n")
+
+
+def test_a_default_of_the_package_that_is_set_is_no_other_setting(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    before.write_text(capsys.readouterr().out)
+    sizes = ("engine.capacity=512", "engine.block=16", "engine.chunk=32", "decode.drafter=dflash")
+    words = [word for size in sizes for word in ("-s", size)]
+    assert profile(root, "--compare", str(before), *words) == 0
+    assert profile(root, "--compare", str(before), "-s", "engine.capacity=511") == 2
+    assert "(got engine.capacity 512, now 511)" in capsys.readouterr().err
+
+
+def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_not(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(root, "--json") == 0
+    before = tmp_path / "before.json"
+    before.write_text(capsys.readouterr().out)
+    for seed, status in ((4, 0), (5, 2)):
+        other = tmp_path / str(seed)
+        write_drafter(other / "another", GEOMETRIES["27b"], DrafterGeometry(), seed)
+        config = BuildConfig(chunk=32, capacity=512, name="another")
+        build(root / "target", other / "another", other / "pkg", config, Silent())
+        made = manifest.read(other / "pkg")
+        made = replace(made, created="2001-01-01T00:00:00Z", tool="0.0.1")
+        (other / "pkg" / manifest.NAME).write_text(manifest.render(made))
+        (other / "ids.json").write_text((root / "ids.json").read_text())
+        assert profile(other, "--compare", str(before)) == status
+        assert ("same question and settings (got package" in capsys.readouterr().err) == bool(
+            status
+        )
+
+
+def test_a_page_and_a_trace_of_the_last_answer(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn, traced = tmp_path / "x.html", tmp_path / "x.json"
+    assert profile(root, "--json", "--html", str(drawn), "--trace", str(traced)) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = drawn.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert text.count("<circle") == 3  # one for each run
+    events = json.loads(traced.read_text())["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in steps} == {"prompt", "cycle"}
+    assert sum(event["args"]["tokens"] for event in steps) == found["tokens"]
+    for before, after in itertools.pairwise(steps):
+        assert after["ts"] == pytest.approx(before["ts"] + before["dur"])
+    assert steps[-1]["ts"] + steps[-1]["dur"] == pytest.approx(1e3 * found["timeline"][-1]["ms"])
+    counted = [event["args"]["tokens"] for event in events if event["ph"] == "C"]
+    assert counted == [event["args"]["tokens"] for event in steps if event["name"] == "cycle"]
+
+
+def test_a_page_is_written_even_if_nobody_reads_stdout(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    drawn, traced = tmp_path / "x.html", tmp_path / "x.json"
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        assert profile(root, "--html", str(drawn), "--trace", str(traced)) == 141
+    assert drawn.read_text(encoding="utf-8").endswith("</html>\n")
+    assert json.loads(traced.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--compare"])
+@pytest.mark.parametrize(("out", "name"), [("--trace", "link.json"), ("--html", "link.html")])
+def test_a_result_is_not_written_over_what_is_read(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    out: str,
+    name: str,
+    option: str,
+) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text("[1]")
+    (tmp_path / name).symlink_to(ids)
+    given = {"--tokens": str(root / "ids.json"), option: str(ids)}
+    arguments = [text for pair in given.items() for text in pair]
+    arguments += [out, str(tmp_path / name)]
+    assert main.main(["profile", "--package", str(root / "pkg"), *arguments]) == 2
+    told = f"{out} must be another file than {option} (got {tmp_path / name})"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+    assert ids.read_text() == "[1]"
+
+
+@pytest.mark.parametrize("median", [0.0, -5.0, math.nan, math.inf])
+def test_nothing_is_compared_with_what_is_no_time(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], median: float
+) -> None:
+    before = tmp_path / "before.json"
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    table["times"]["e2e_ms"]["median"] = median
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 2
+    told = f"{before}.times.e2e_ms.median must be above 0 (got {median})"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+
+
+def test_what_is_compared_with_is_an_object(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (before := tmp_path / "before.json").write_text("[1]")
+    assert profile(root, "--compare", str(before)) == 2
+    told = f"{before} must be a JSON object, as profile --json prints it (got [1])"
+    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+
+
+def test_what_was_measured_is_told_though_a_page_cannot_be_written(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile_verb, "page", full)
+    traced = tmp_path / "x.json"
+    assert profile(root, "--html", str(tmp_path / "x.html"), "--trace", str(traced)) == 2
+    out, err = capsys.readouterr()
+    assert "where its time goes" in out
+    assert err.endswith(f"{tmp_path / 'x.html'} must be writable (got: No space left on device)\n")
+    assert list(tmp_path.iterdir()) == [traced]
+    assert json.loads(traced.read_text())["traceEvents"]
+
+
+def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mode = Finding("power mode", "warn", "120W; slower than MAXN", "sudo nvpmodel -m 0")
+    clock = Finding("GPU clock", "ok", "1575 MHz of 1575, held")
+    emc = Finding("EMC clock", "warn", "cannot be read")
+    monkeypatch.setattr(jetson, "speed", lambda machine: [mode, clock, emc])
+    assert profile(root, "--json") == 0
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert found["subject"]["machine"] == {"power mode": "120W; slower than MAXN"}
+    told = "power mode: 120W; slower than MAXN (sudo nvpmodel -m 0)"
+    assert told in found["warnings"]
+    assert "EMC clock: cannot be read" in found["warnings"]
+    assert not any("GPU clock" in text for text in found["warnings"])
+    (tmp_path / "before.json").write_text(out)
+    monkeypatch.setattr(jetson, "speed", lambda machine: [replace(mode, text="MAXN"), clock])
+    assert profile(root, "--compare", str(tmp_path / "before.json")) == 2
+    assert "power mode 120W; slower than MAXN, now MAXN)" in capsys.readouterr().err
+
+
+def test_what_is_no_profile_is_told(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    before.write_text('{"runs": 3}')
+    assert profile(root, "--compare", str(before)) == 2
+    assert f"{before}.subject must be present" in capsys.readouterr().err
+    assert profile(root, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    del table["times"]["tok_s"]
+    before.write_text(json.dumps(table))
+    assert profile(root, "--compare", str(before)) == 2
+    assert f"{before}.times must hold tok_s (got ttft_ms, " in capsys.readouterr().err
+
+
+def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[int]()
+
+    def answer(*_: object) -> str:
+        now[0] += 2.5
+        return "an answer"
+
+    class Told(Silent):
+        def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+            assert (total, unit) == (4, "s")
+            task = super().task(label)
+            task.advance = told.append  # type: ignore[method-assign]
+            return task
+
+    monkeypatch.setattr(profile_verb, "_answer", answer)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    args = Namespace(warmup=0, soak=4, runs=None)
+    taken: list[profile_verb.Taken] = []
+    profile_verb._runs(None, None, args, Told(), taken)  # type: ignore[arg-type]
+    assert [times for _, times in taken] == [(0.0, 2.5), (2.5, 5.0)]
+    assert told == [2, 2]

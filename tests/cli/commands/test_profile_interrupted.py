@@ -1,0 +1,117 @@
+"""A profile whose measurement ends early: what was measured until then is told and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.loop_models import session
+
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.core.errors import EngineError
+
+
+def profile(tmp_path: Path, *more: str) -> int:
+    package = session().model.engine.package  # type: ignore[attr-defined]
+    (tmp_path / "ids.json").write_text("[1, 2, 3]")
+    source = ("--package", str(package), "--tokens", str(tmp_path / "ids.json"))
+    few = ("--warmup", "1", "--max-tokens", "3", "--ignore-eos", "-s", "engine.threads=1")
+    return main.main(["profile", *source, *few, *more])
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
+    """Let the answer number `call` end with an error; the warm-up is number 1."""
+    answer, calls = profile_verb._answer, [0]
+
+    def answered(*of: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise error
+        return answer(*of)
+
+    monkeypatch.setattr(profile_verb, "_answer", answered)
+
+
+FAULT = EngineError("cuLaunchKernel must succeed\n(got 700)")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (FAULT, 2, "cuLaunchKernel must succeed (got 700)"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("length", "done"),
+    [((), "2 of 15 runs"), (("--runs", "9"), "2 of 9 runs"), (("--soak", "600"), "0 of 600 s")],
+)
+def test_the_answers_before_an_end_are_told(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: int,
+    why: str,
+    length: tuple[str, ...],
+    done: str,
+) -> None:
+    failing(monkeypatch, 4, error)
+    drawn = tmp_path / "x.html"
+    assert profile(tmp_path, *length, "--json", "--html", str(drawn)) == status
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["runs"], len(found["times"]["e2e_ms"]["values"])) == (2, 2)
+    soaked = 2 if "--soak" in length else 0
+    assert sum(stretch["runs"] for stretch in found.get("soak", [])) == soaked
+    assert f"ended after {done}: {why}" in found["warnings"]
+    assert f"ended after {done}: {why}" in drawn.read_text(encoding="utf-8")
+    assert err == f"thor-dflash: {why}\n"
+
+
+def test_the_error_is_told_though_nobody_reads_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    failing(monkeypatch, 4, FAULT)
+    monkeypatch.setattr(profile_verb, "table", gone)
+    drawn = tmp_path / "x.html"
+    assert profile(tmp_path, "--runs", "3", "--html", str(drawn)) == 2
+    assert capsys.readouterr().err.endswith("thor-dflash: cuLaunchKernel must succeed (got 700)\n")
+    assert drawn.exists()
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (FAULT, 2)])
+def test_without_an_answer_there_is_nothing_to_tell(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: int,
+    error: BaseException,
+    status: int,
+) -> None:
+    failing(monkeypatch, call, error)
+    assert profile(tmp_path, "--json", "--trace", str(tmp_path / "x.json")) == status
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_cycle_that_cannot_be_taken_apart_takes_no_answer_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inside(*_: object) -> None:
+        raise FAULT
+
+    monkeypatch.setattr(profile_verb, "_inside", inside)
+    assert profile(tmp_path, "--runs", "2", "--trace", str(tmp_path / "x.json")) == 2
+    out, err = capsys.readouterr()
+    assert "note: ended after 2 of 2 runs: cuLaunchKernel must succeed (got 700)" in out
+    assert "2 runs after 1 to warm up" in out
+    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert err.endswith("thor-dflash: cuLaunchKernel must succeed (got 700)\n")

@@ -1,0 +1,106 @@
+"""Files that the command line reads and writes: what is wrong with one is told with its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.samples import package
+
+from thor_dflash.cli import output_files
+from thor_dflash.cli.input_files import in_vocabulary, read_json, read_tokens
+from thor_dflash.core.errors import PackageError, RequestError
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, true]", r"tokens\[1\] must be an integer .got true"),
+        ("[1.0]", r"tokens\[0\] must be an integer .got 1.0"),
+        ("[1, [2]]", r"tokens\[1\] must be an integer .got \[2\]"),
+        ("[null]", r"tokens\[0\] must be an integer .got null"),
+        ("[1e999]", r"tokens\[0\] must be an integer .got Infinity"),
+        ("[]", r"must be a list of at least one token id .got \[\]"),
+        ('{"a": 1}', "must be a list of at least one token id"),
+        ("[1,", "must be JSON"),
+        ("1" * 5000, "must be JSON"),
+        ("\xff", "must be JSON"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_file_that_is_no_list_of_ids_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(RequestError, match=message) as error:
+        read_tokens(path)
+    assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(("bad", "at"), [((0, 299, 300), 2), ((-1,), 0), ((5, 10**30), 1)])
+def test_ids_outside_the_vocabulary_are_refused(bad: tuple[int, ...], at: int) -> None:
+    with pytest.raises(RequestError, match=rf"tokens\[{at}\] must be in 0..299 .got {bad[at]}"):
+        in_vocabulary(bad, 300)
+    assert in_vocabulary((0, 299), 300) == (0, 299)
+
+
+def test_a_huge_token_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "t").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(RequestError, match="must be <= 67108864 bytes .got more"):
+        read_tokens(tmp_path / "t")
+
+
+def test_an_input_may_have_every_byte_it_is_granted(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("[12]")
+    assert read_json(tmp_path / "t", limit=4) == [12]
+    with pytest.raises(RequestError, match="must be <= 3 bytes .got more"):
+        read_json(tmp_path / "t", limit=3)
+
+
+def test_an_output_takes_the_place_of_a_file_and_not_of_a_directory(tmp_path: Path) -> None:
+    out = tmp_path / "x.npz"
+    for text in (b"old", b"new"):
+        output_files.check(out, ".npz", "--out")
+        with output_files.whole(out) as file:
+            file.write(text)
+        assert out.read_bytes() == text
+    (tmp_path / "y.npz").mkdir()
+    with pytest.raises(RequestError, match="--out must be a file in a directory that exists"):
+        output_files.check(tmp_path / "y.npz", ".npz", "--out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
+
+
+def test_an_output_by_a_link_into_a_package_is_refused(tmp_path: Path) -> None:
+    package(tmp_path / "p", weights__a=b"a")
+    (tmp_path / "link").symlink_to(tmp_path / "p/weights")
+    with pytest.raises(
+        PackageError, match=r"--out must be outside any package .got .*/link/x.npz, in .*/p"
+    ):
+        output_files.check(tmp_path / "link/x.npz", ".npz", "--out")
+
+
+def test_a_device_without_end_is_too_large() -> None:
+    with pytest.raises(RequestError, match="must be <= 67108864 bytes"):
+        read_json(Path("/dev/zero"))
+
+
+def test_links_that_go_round_are_no_place_for_scores(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RequestError, match="must be a file in a directory that exists"):
+        output_files.check(tmp_path / "loop" / "x.npz", ".npz", "--out")
+
+
+def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
+    name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
+    with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
+        output_files.check(tmp_path / name, ".npz", "--out")
+
+
+def test_a_key_given_twice_is_refused_since_one_of_its_values_would_be_ignored(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "t").write_text('{"b": {"a": 1, "c": 2, "a": 3}}')
+    with pytest.raises(RequestError, match=r"t must be JSON \(got: the key 'a' twice\)"):
+        read_json(tmp_path / "t")

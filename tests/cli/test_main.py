@@ -1,0 +1,394 @@
+"""The command line over a stand-in for the runtime: what `generate`, `build` and `demo` print and
+hand over, and what is refused with one line and status 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support.samples import MANIFEST
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from thor_dflash.cli import main
+from thor_dflash.cli.commands import build as build_verb
+from thor_dflash.config.tree import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.core.errors import ModelFault, RequestError
+from thor_dflash.runtime.text.tokenizer import Text
+
+WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """A tokenizer whose ids are the 256 bytes, the two thinking marks and one stop token."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(w, normalized=False) for w in ("<think>", "</think>")])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}|{{ '<think>' if enable_thinking else '' }}"
+    )
+    return Text.load(directory)
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    drafter: str
+    grammar: None = None
+    budget: BudgetConfig = NO_BUDGET
+    relaxed: RelaxedConfig | None = None
+    gate: bool = False
+    draft: DraftConfig = AS_MADE
+
+
+@dataclass(frozen=True)
+class Chunk:
+    tokens: tuple[int, ...]
+    finish: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    cycles: int = 3
+    accept_len: float = 2.5
+
+
+@dataclass(frozen=True)
+class Timings:
+    prefill: float = 0.25
+
+
+@dataclass(frozen=True)
+class Report:
+    spec: Spec = Spec()
+    timings: Timings = Timings()
+    phases: dict[str, Spec] = field(default_factory=lambda: {"answer": Spec()})
+    close: str = "natural"
+    notes: tuple[Timings, ...] = (Timings(),)
+
+
+@dataclass
+class Session:
+    """Stands in for a session: answers every request with `said` and keeps the requests. `fault` is
+    raised after the answer's last token.
+    """
+
+    text: Text | None
+    said: str = "think</think>\n\nhé<|im_end|>"
+    manifest: Any = MANIFEST
+    model: Any = field(default_factory=lambda: SimpleNamespace(limit=100))
+    fault: BaseException | None = None
+    requests: list[Request] = field(default_factory=list)
+    closed: bool = False
+
+    def generate(self, request: Request) -> Iterator[Chunk]:
+        self.requests.append(request)
+        tokens = self.text.encode(self.said) if self.text else [5, 6, 7]
+        for i, token in enumerate(tokens):
+            yield Chunk((token,), "stop" if i + 1 == len(tokens) and not self.fault else "")
+        if self.fault:
+            raise self.fault
+
+    def report(self) -> Report:
+        return Report()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def session(text: Text, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A stand-in that `open_session` returns, so that no model is needed."""
+    it = Session(text)
+    install(monkeypatch, "runtime.session", open_session=lambda *a: it, Request=Request)
+    return it
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **names: object) -> None:
+    module = ModuleType(f"thor_dflash.{name}")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, f"thor_dflash.{name}", module)
+
+
+def generate(*args: str) -> int:
+    return main.main(["generate", "--package", "pkg", *args])
+
+
+def line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("thor-dflash: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("thor-dflash: ")
+
+
+# --- generate
+
+
+class Full(io.StringIO):
+    def write(self, s: str, /) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_plain_output_is_the_text(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--prompt", "hi", "--max-tokens", "9") == 0
+    out, err = capsys.readouterr()
+    assert out == "think</think>\n\nhé\n"
+    assert "tokens in" in err
+    assert "3 cycles of 2.50 tokens, ended by stop" in err
+    request = session.requests[0]
+    assert session.text
+    assert request.prompt == tuple(session.text.encode("hi|<think>"))
+    assert (request.max_tokens, request.stop, request.drafter) == (9, {271, 272}, "dflash")
+    assert session.closed
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert generate("--prompt", "hi") == 0
+    assert capsys.readouterr().out == out
+
+
+def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--prompt", "hi", "--json", "--drafter", "none", "--ignore-eos") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    got = json.loads(out)
+    keys = ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
+    assert list(got) == [*keys, "phases", "close_kind", "notes"]
+    assert session.text
+    assert got["tokens"] == session.text.encode(session.said)
+    assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
+    assert got["usage"] == {"prompt_tokens": 4, "thinking_tokens": 6, "output_tokens": 12}
+    assert got["spec"] == dataclasses.asdict(Spec())
+    assert got["timings"] == {"prefill": 0.25}
+    assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
+
+
+def test_thinking_off_is_said_to_the_template(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.said = "hé"
+    assert generate("--prompt", "hi", "--thinking", "off", "--json") == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["text"], got["thinking"], got["usage"]["thinking_tokens"]) == ("hé", "", 0)
+
+
+def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    path.write_text('[{"role": "user", "content": "yo"}]')
+    assert generate("--messages", str(path)) == 0
+    assert session.text
+    assert session.requests[0].prompt == tuple(session.text.encode("yo|<think>"))
+    capsys.readouterr()
+    path.write_text('[{"role": "user"}]')
+    assert generate("--messages", str(path)) == 2
+    assert line(capsys) == "messages[0].content must be present (got nothing)\n"
+
+
+def test_without_a_tokenizer_only_ids(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.text, session.manifest = None, replace(MANIFEST, drafter=None)
+    assert generate("--prompt", "hi") == 2
+    assert (
+        line(capsys) == "the prompt must be given as --tokens (got a package without a tokenizer)\n"
+    )
+    (tmp_path / "t").write_text("[1, 2]")
+    assert generate("--tokens", str(tmp_path / "t")) == 0
+    assert capsys.readouterr().out == "5 6 7 \n"
+    assert generate("--tokens", str(tmp_path / "t"), "--json") == 0
+    got = json.loads(capsys.readouterr().out)
+    assert (got["tokens"], got["text"], got["thinking"]) == ([5, 6, 7], None, None)
+    assert session.requests[-1] == Request((1, 2), 1024, frozenset({271, 272}), "none")
+    assert generate("--tokens", str(tmp_path / "t"), "--drafter", "dflash") == 2
+    assert "the package has no drafter (got dflash)" in line(capsys)
+    (tmp_path / "t").write_text("[1, 300]")
+    assert generate("--tokens", str(tmp_path / "t")) == 2
+    assert line(capsys) == "tokens[1] must be in 0..299 (got 300)\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_thinking_is_dim_on_a_terminal(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert generate("--prompt", "hi") == 0
+    assert screen.getvalue() == "\x1b[2mthink</think>\x1b[0m\n\nhé\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(ModelFault("row 3 is NaN"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_fault_while_thinking_leaves_a_clean_terminal(
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: BaseException,
+    code: int,
+) -> None:
+    screen = Terminal()
+    session.said, session.fault = "thin", fault
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert generate("--prompt", "hi") == code
+    assert screen.getvalue() == "\x1b[2mthin\x1b[0m\n"
+    assert capsys.readouterr().err == f"thor-dflash: {str(fault) or 'interrupted'}\n"
+    assert session.closed
+
+
+def test_json_says_nothing_where_it_fails(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.fault = RequestError("a\nb")
+    assert generate("--prompt", "hi", "--json") == 2
+    assert line(capsys) == "a b\n"
+
+
+def test_a_bug_shows_itself(session: Session) -> None:
+    session.fault = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        generate("--prompt", "hi")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            "",
+            "the following arguments are required: VERB (see thor-dflash --h",
+        ),
+        ("bake", "invalid choice: 'bake'"),
+        ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
+        (
+            "generate --package p --prompt a --tokens b",
+            "--tokens: not allowed with argument --prompt",
+        ),
+        ("generate --package p --tokens b --thinking off", "--thinking must go with --prompt or"),
+        ("generate --prompt a", "the following arguments are required: --package"),
+        (
+            "generate --package p --prompt a --max-tok 3",
+            "--max-tok must be an option of generate (did you mean --max-tokens?) "
+            "(see thor-dflash generate --help)",
+        ),
+        ("generate --package p --promt=a", "--promt must be an option of generate (did you mean"),
+        ("serve --mok", "--mok must be an option of serve (did you mean --mock?)"),
+        ("doctor --zzz", "--zzz must be an option of doctor (see thor-dflash doctor --help)"),
+        ("plan a b", "unrecognized arguments: b (see thor-dflash plan --help)"),
+        ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
+        (
+            "generate --package p --prompt a --max-tokens 0",
+            "decode.max_tokens must be >= 1 (got 0)",
+        ),
+        ("generate --package p --prompt a --drafter eagle", 'decode.drafter must be "auto" or'),
+        (
+            "generate --package p --prompt a --thinking off -s decode.thinking=on",
+            "decode.thinking must be given once (got an option and --set)",
+        ),
+        ("generate --package p --prompt a -c no.toml", "no.toml must be a readable file"),
+        (
+            "generate --package p --messages no.json",
+            "no.json must be a readable file (got: No such",
+        ),
+        ("build --target t --out o --engine tpu", "build.engine must be"),
+        ("build --target t", "the following arguments are required: --out"),
+        ("score --package p --tokens no.json --out x.npz", "no.json must be a readable file"),
+        ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),
+        ("score --package p --tokens t --out no/x.npz", "in a directory that exists"),
+        ("demo --set kv=f32", "did you mean build.kv?"),
+        (
+            "demo --set build.chunk=8 --set build.chunk=4",
+            "build.chunk must be given once (got --set 2 times)",
+        ),
+        (
+            "demo --set build.tensorrt.level=1",
+            "build.tensorrt.level must go with --engine tensorrt (got ort)",
+        ),
+        (
+            f"build --target t --out {'o' * 300}",
+            f"{'o' * 300} must be usable (got: File name too long)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("session")
+def test_what_is_wrong_is_told_in_one_line_with_status_2(
+    args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)  # where the relative paths lead nowhere and may be written
+    for name in ("builders.build", "runtime.score", "calib.demo"):
+        install(monkeypatch, name, build=None, blocks=None, shapes=None, run=None)
+    assert main.main(args.split()) == 2
+    assert message in line(capsys)
+
+
+def test_build_refuses_an_out_that_is_taken_before_it_reads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, "builders.build", build=None)
+    assert main.main(["build", "--target", "t", "--out", str(tmp_path)]) == 2
+    assert "must be free or a thor-dflash package (got a directory of something" in line(capsys)
+
+
+@pytest.mark.usefixtures("session")
+def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("--prompt", " ") == 2
+    assert "--prompt must be a text that is not empty" in line(capsys)
+    assert generate("--prompt", "\udcff") == 2
+    assert "--prompt must be UTF-8" in line(capsys)
+
+
+# --- build, demo
+
+
+def test_build_and_demo_hand_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    install(monkeypatch, "builders.build", build=lambda *a: seen.append(a) or MANIFEST)
+    assert main.main(["build", "--target", "t", "--out", "o", "-s", "build.kv=fp8"]) == 0
+    target, drafter, out, config, _ = seen[0]
+    assert (target, drafter, out, config.kv) == (Path("t"), None, Path("o"), "fp8")
+    text = capsys.readouterr().out
+    assert "4 layers, drafter of 2 layers, block 16" in text
+    assert "  mlp      nvfp4         12  4.1 kB" in text
+    assert "skipped tensors: model.visual.patch, mtp.fc.weight" in text
+
+    many = replace(MANIFEST, skipped=tuple(f"t{i}" for i in range(20)), drafter=None)
+    install(monkeypatch, "builders.build", build=lambda *a: many)
+    assert main.main(["build", "--target", "t", "--drafter", "d", "--out", "o"]) == 0
+    text = capsys.readouterr().out
+    assert "no drafter" in text
+    assert "t7, and 12 more (all in manifest.toml)" in text
+    assert build_verb.table(many).startswith("  tensors  stored as")
+
+    import thor_dflash.calib
+
+    demo = ModuleType("demo")
+    vars(demo)["run"] = lambda config, progress: seen.append(config)
+    monkeypatch.setitem(sys.modules, "thor_dflash.calib.demo", demo)
+    monkeypatch.setattr(thor_dflash.calib, "demo", demo, raising=False)
+    assert main.main(["demo", "-s", "engine.threads=1"]) == 0
+    assert seen[-1].engine.threads == 1

@@ -1,0 +1,118 @@
+"""How the `decode` section of the configuration becomes a request, for `generate` and `profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.samples import MANIFEST
+
+from thor_dflash.cli import main
+from thor_dflash.cli.requests import Question
+from thor_dflash.config.tree import AS_MADE, NO_BUDGET, load
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.session.session import Request
+
+
+def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
+    """Returns the request for a package with a drafter. Its stand-in of a chat template renders "t"
+    with thinking and "f" without.
+    """
+    text = SimpleNamespace(
+        render=lambda messages, thinking: "t" if thinking else "f",
+        encode=lambda text: [ord(letter) for letter in text],
+    )
+    session: Any = SimpleNamespace(
+        manifest=MANIFEST, text=text, model=SimpleNamespace(limit=100, capacity=116)
+    )
+    question = Question(messages, None if messages else (1, 2))
+    return question.request(session, load(None, overrides), Silent())
+
+
+def test_what_is_said_of_decoding_reaches_the_session() -> None:
+    request = asked(
+        "decode.gate=on", "decode.accept=relaxed", "decode.relaxed.k=2", "decode.draft.seed=7",
+        "decode.budget.tokens=5", "decode.max_tokens=9", "decode.drafter=dflash",
+    )  # fmt: skip
+    assert request.relaxed
+    assert (request.prompt, request.gate, request.relaxed.k) == ((1, 2), True, 2)
+    assert (request.draft.seed, request.budget.tokens, request.max_tokens) == (7, 5, 9)
+    assert (request.stop, request.drafter) == (frozenset(MANIFEST.stop_tokens), "dflash")
+
+
+def test_what_is_not_said_is_left_as_it_was_made() -> None:
+    request = asked("decode.relaxed.k=2")  # has no effect without decode.accept=relaxed
+    assert (request.gate, request.relaxed) == (False, None)
+    assert (request.draft, request.budget) == (AS_MADE, NO_BUDGET)
+    assert request.drafter == "dflash", "the package's own"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "thinks"),
+    [
+        ((), True),
+        (("decode.thinking=off",), False),
+        (("decode.budget.effort=none",), False),
+        (("decode.budget.effort=low",), True),
+        (("decode.budget.effort=none", "decode.budget.tokens=5"), True),
+        (("decode.budget.tokens=0",), True),
+    ],
+)
+def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
+    overrides: tuple[str, ...], thinks: bool
+) -> None:
+    request = asked(*overrides, messages=[{"role": "user", "content": "x"}])
+    assert request.prompt == (ord("t" if thinks else "f"),)
+
+
+def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() -> None:
+    least, limit = 100, 100
+    text = SimpleNamespace(
+        render=lambda messages, thinking: "x" * 900,
+        least=lambda text: least,
+        encode=lambda text: [1] * limit,
+    )
+    model = SimpleNamespace(limit=limit, capacity=limit + 16)
+    session: Any = SimpleNamespace(text=text, model=model, manifest=MANIFEST)
+    question = Question([{"role": "user", "content": "x"}], None)
+    assert question.request(session, load(None, ()), Silent()).prompt == (1,) * limit
+    least += 1
+    with pytest.raises(RequestError, match=r"must be <= 100 tokens, .* \(got 101 or more\)"):
+        question.request(session, load(None, ()), Silent())
+
+
+@pytest.mark.parametrize("verb", ["generate", "profile"])
+@pytest.mark.parametrize(
+    ("off", "got"),
+    [
+        ("--thinking=off", "off"),
+        ("-sdecode.thinking=off", "off"),
+        ("--reasoning-effort=none", "decode.budget.effort none"),
+        ("-sdecode.budget.effort=none", "decode.budget.effort none"),
+    ],
+)
+def test_accepting_near_misses_in_no_thinking_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, off: str, got: str
+) -> None:
+    said = f"decode.accept relaxed must go with decode.thinking on (got {got})"
+    line = [verb, "--package", str(tmp_path / "none"), "--prompt", "a"]
+    for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
+        assert main.main([*line, off, *relaxed]) == 2
+        assert said in capsys.readouterr().err
+        assert main.main([*line, *relaxed]) == 2
+        assert "must be a package directory" in capsys.readouterr().err
+    file = tmp_path / "robot.toml"
+    file.write_text('[decode]\naccept = "relaxed"\n')
+    assert main.main([*line, "-c", str(file), off]) == 2
+    assert said not in capsys.readouterr().err, "the file is for other answers, too"
+
+
+def test_near_misses_are_accepted_in_the_thinking_that_a_budget_grants(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["generate", "--package", str(tmp_path / "none"), "--prompt", "a", "--accept", "relaxed"]
+    assert main.main([*line, "--reasoning-effort", "none", "--thinking-budget", "20"]) == 2
+    assert "must be a package directory" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""Times the cycles of a full-size model under a JSON schema, and the same cycles without one.
+
+    python tests/gpu/grammar_cycles.py
+
+The weights are random and the vocabulary is filled up with random words, so the model cannot plan.
+The ids of a plan are forced instead, a whole block in every cycle: so the walk over the grammar and
+the masks are as long as they can be, and every cycle commits all of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
+from thor_dflash.cli.commands.bench import hollow, variants
+from thor_dflash.config.tree import Config
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import choose
+from thor_dflash.package import tokenizer_files as files
+from thor_dflash.plugins.accept.reference import Record  # noqa: E402
+from thor_dflash.runtime.decoding.block import Block, Policy, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine  # noqa: E402
+from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.measure.bench_report import CONTEXT
+from thor_dflash.runtime.measure.profile import HOST, PROMPT
+from thor_dflash.runtime.measure.random_weights import RandomWeights
+from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.serving.planner.plan_schema import from_skills
+
+WARM, RUNS = 3, 15
+"""Answers of each kind, without and with their times."""
+FIRST, LAST = 2_000, 200_000
+"""Range of the prompt's ids, in which there are only random words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Forces the ids of an answer, block by block."""
+
+    answer: list[int]
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        """See Policy."""
+        at = len(progress.tokens)
+        return block.forcing(self.answer[at : at + block.cap], "told")
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        """See Policy."""
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        """See Policy."""
+
+
+class Timed(Constrain):
+    """Counts the time of walks by itself."""
+
+    walks = 0.0
+    """Seconds."""
+
+    def look(self, tokens: tuple[int, ...], block: Block) -> Block:
+        """See Look."""
+        before = self.seconds
+        seen = super().look(tokens, block)
+        self.walks += self.seconds - before
+        return seen
+
+
+@contextmanager
+def opened(shape: str, reporter: Reporter) -> Iterator[Session]:
+    """A session of random weights whose tokenizer has as many ids as the shape."""
+    variant = next(variants(Config(), ablations=False))
+    build = replace(variant.build, engine="cuda")
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as words:
+        made = hollow(shape, Path(name), replace(variant, build=build))
+        with reporter.task("filling the vocabulary"):
+            tokens = filled(ROOT / "models/planner-nano/target", made.target.vocab, Path(words))
+            text = Text.load(tokens)
+        made = replace(made, stop_tokens=files.stop_tokens(tokens), tokenizer=True)
+        fill = RandomWeights(Path(name), variant.engine.cubins_directory)
+        with closing(CudaEngine(Path(name), variant.engine, reporter, fill)) as engine:
+            yield Session(Model(engine, made, made.capacity, made.block), text)
+
+
+def show(session: Session) -> None:
+    """Print the table."""
+    assert session.text is not None
+    begin = time.perf_counter()
+    grammar = session.grammar(from_skills(SKILLS, {"object": OBJECTS}, numbered=True))
+    print(
+        f"{session.model.engine.device}; a schema of {len(grammar.schema)} bytes compiled in "
+        f"{grammar.compile_ms:.0f} ms, {time.perf_counter() - begin:.2f} s with its vocabulary"
+    )
+    answer = plan(session.text)
+    print(f"{len(answer)} ids after a prompt of {CONTEXT}; medians of {RUNS} answers, ms per cycle")
+    prompt = np.random.default_rng(0).integers(FIRST, LAST, CONTEXT).tolist()
+    request = Request(
+        prompt=tuple(prompt),
+        max_tokens=len(answer),
+        stop=frozenset(session.manifest.stop_tokens),
+        grammar=grammar,
+    )
+    for name, proposer in (("drafter", Dflash()), ("no drafter", Nobody())):
+        row(session, request, proposer, answer, f"{name}, schema")
+        row(session, replace(request, grammar=None), proposer, answer, f"{name}, no schema")
+
+
+def row(
+    session: Session, request: Request, proposer: Proposer, answer: list[int], name: str
+) -> None:
+    """Print one line; without a grammar in the request, of cycles without a schema."""
+    found: dict[str, list[float]] = {}
+    for i in range(WARM + RUNS):
+        policies: list[Policy] = [Told(answer)]
+        if request.grammar is not None:
+            policies.append(constrain := Timed(request.grammar, Place(thinking=False)))
+        for _ in session.run(request, proposer, tuple(policies)):
+            pass
+        if i < WARM:
+            continue
+        report = session.report()
+        assert report.completion_tokens == len(answer)
+        graphs = report.timings.phases_ms.items()
+        parts = {n: ms for n, ms in graphs if n != HOST and not n.startswith(PROMPT)}
+        times = {"clock": report.timings.decode_ms, "device": sum(parts.values()), **parts}
+        if request.grammar is not None:
+            walks = 1e3 * constrain.walks
+            times |= {"walk": walks, "masks": 1e3 * constrain.seconds - walks}
+        for key, ms in times.items():
+            found.setdefault(key, []).append(ms / report.spec.cycles)
+    times = {key: statistics.median(each) for key, each in found.items()}
+    host = times["clock"] - times["device"]
+    print(
+        f"  {name:<24}{times.pop('clock'):8.3f} by the clock, {times.pop('device'):.3f} on the "
+        f"device, {host:.3f} apart; " + ", ".join(f"{key} {ms:.3f}" for key, ms in times.items()),
+        flush=True,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
+    args = parser.parse_args(arguments)
+    reporter = choose(sys.stderr)
+    with opened(args.shape, reporter) as session:
+        reporter.close()
+        show(session)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

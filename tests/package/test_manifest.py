@@ -1,0 +1,400 @@
+"""A package's manifest, and the check of all files against it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any, cast
+
+import pytest
+from support.samples import MANIFEST, package, verify
+from support.unprivileged import unprivileged
+from support.waiting import until
+
+from thor_dflash.core.errors import PackageError
+from thor_dflash.core.progress import Silent, Task
+from thor_dflash.package import manifest as m
+from thor_dflash.package.manifest import (
+    MAGIC,
+    NAME,
+    FileEntry,
+    Manifest,
+    checking,
+    hash_file,
+    read,
+    render,
+)
+
+
+def sign(body: str) -> str:
+    return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def body() -> str:
+    return render(MANIFEST).partition("\n")[2]
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, replace(MANIFEST, drafter=None, stop_tokens=())])
+def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
+    (tmp_path / NAME).write_text(render(manifest))
+    assert read(tmp_path) == manifest
+    verify(tmp_path, read(tmp_path))
+
+
+def test_a_file_name_may_hold_anything_but_a_way_out(tmp_path: Path) -> None:
+    entry = FileEntry(sha256="", bytes=0)
+    manifest = replace(MANIFEST, files={'w/a "b".é': entry})
+    (tmp_path / NAME).write_text(render(manifest), encoding="utf-8")
+    assert read(tmp_path) == manifest
+    for name in ("../x", "/x", "a/../../x", NAME):
+        with pytest.raises(PackageError, match="files must be paths inside"):
+            replace(MANIFEST, files={name: entry})
+
+
+def test_refuses_no_package(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="got nothing there"):
+        read(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackageError, match="got a file"):
+        read(tmp_path / "file")
+    with pytest.raises(PackageError, match=r"must hold a manifest.toml, .*thor-dflash build"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must begin with"),
+        (body(), "must begin with"),
+        (render(MANIFEST)[:-40], "must be TOML|edited file"),
+        (render(MANIFEST).replace("block = 16", "block = 15"), "got an edited file"),
+        (sign(body().replace("format = 3", "format = 2")), "format must be 3 .got 2.*build it"),
+        (sign("x = "), "must be TOML"),
+        (sign(body() + "\n[xtra]\n"), "unknown key"),
+        (sign(body().replace("block = 16\nchunk", "chunk")), "block must be present"),
+        (sign(body().replace("chunk = 64", 'chunk = "64"')), r"chunk must be an integer"),
+        (sign(body().replace("hidden = 128", "hiden = 128")), r"unknown key target.hiden .did you"),
+        (sign(body().replace('"attention",', '"mamba",')), r'target.layers\[3\] must be "gdn" or'),
+    ],
+)  # fmt: skip
+def test_refuses_a_bad_manifest(tmp_path: Path, text: str, message: str) -> None:
+    assert text != render(MANIFEST)
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(PackageError, match=message):
+        read(tmp_path)
+
+
+def test_refuses_a_manifest_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"\xff\xfe")
+    with pytest.raises(PackageError, match="must be a text in UTF-8"):
+        read(tmp_path)
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(PackageError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(PackageError, match=rf"{NAME} must be a file \(got a pipe\); remove it"):
+        read(tmp_path)
+    assert not m.is_package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("[" * 5000, "lists nested too deep"), ("9" * 5000, "Exceeds the limit")]
+)
+def test_a_manifest_that_cannot_be_parsed_is_told(tmp_path: Path, value: str, said: str) -> None:
+    (tmp_path / NAME).write_text(f"{MAGIC}\nx = {value}\n")
+    with pytest.raises(PackageError, match=rf"{NAME} must be TOML \(got:? {said}.*build it again"):
+        read(tmp_path)
+
+
+def test_verify_names_every_problem(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"aaaa", w__b=b"bbbb", c=b"cccc", d=b"dddd")
+    verify(tmp_path, manifest)
+
+    (tmp_path / "c").write_bytes(b"cccC")
+    with pytest.raises(PackageError, match=r"\(got c altered\); build it again"):
+        verify(tmp_path, manifest)
+
+    (tmp_path / "a").unlink()
+    (tmp_path / "w/b").write_bytes(b"bb")
+    (tmp_path / "w/e").write_bytes(b"")
+    with pytest.raises(PackageError) as error:
+        verify(tmp_path, manifest)
+    assert "a missing, w/b of 2 bytes, not 4, w/e that no build wrote" in str(error.value)
+
+
+def test_verify_names_five_of_many(tmp_path: Path) -> None:
+    manifest = package(tmp_path, **{f"f{i}": b"x" for i in range(9)})
+    for i in range(9):
+        (tmp_path / f"f{i}").unlink()
+    with pytest.raises(PackageError, match="f4 missing, and 4 more"):
+        verify(tmp_path, manifest)
+    for i in range(3):
+        (tmp_path / f"f{i}").write_bytes(b"x")
+    with pytest.raises(PackageError, match="f7 missing, and 1 more"):
+        verify(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("name", ["a", "weights/b"])
+def test_a_file_that_cannot_be_read_is_told_before_anything_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    manifest = package(tmp_path, a=b"a", weights__b=b"b")
+    (tmp_path / name).chmod(0)
+    monkeypatch.setattr(m, "hash_file", lambda *a: pytest.fail("hashed"))
+    with (
+        unprivileged(),
+        pytest.raises(
+            PackageError, match=rf"must be readable, .*\(got {name}: Permission denied\)$"
+        ),
+        checking(tmp_path, manifest, Silent()),
+    ):
+        pytest.fail("begun")
+
+
+def linked(package: Path) -> None:
+    (package / "weights").rename(package.with_name("elsewhere"))
+    (package / "weights").symlink_to(package.with_name("elsewhere"))
+
+
+def linked_to_nothing(package: Path) -> None:
+    linked(package)
+    package.with_name("elsewhere").rename(package.with_name("gone"))
+
+
+def linked_to_itself(package: Path) -> None:
+    linked(package)
+    (package / "weights").unlink()
+    (package / "weights").symlink_to("weights")
+
+
+def shut(package: Path) -> None:
+    (package / "weights").chmod(0)
+
+
+def listed_only(package: Path) -> None:
+    (package / "weights").chmod(0o444)
+
+
+def one_linked_to_nothing(package: Path) -> None:
+    (package / "weights/b").unlink()
+    (package / "weights/b").symlink_to("nowhere")
+
+
+def one_linked_to_itself(package: Path) -> None:
+    (package / "weights/b").unlink()
+    (package / "weights/b").symlink_to("b")
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (linked, "weights: a link"),
+        (linked_to_nothing, "weights: a link"),
+        (linked_to_itself, "weights: a link"),
+        (shut, "weights: Permission denied"),
+        (listed_only, "weights/d: Permission denied, weights/b: Permission denied"),
+        (one_linked_to_nothing, "weights/b: a link to nothing"),
+        (one_linked_to_itself, "weights/b: Too many levels of symbolic links"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_not_called_missing(
+    tmp_path: Path, act: Callable[[Path], None], said: str
+) -> None:
+    manifest = package(tmp_path / "p", a=b"a", weights__b=b"b", weights__d__e=b"e")
+    (tmp_path / "link").symlink_to("p")
+    verify(tmp_path / "link", manifest)  # the package itself may be reached by a link
+    act(tmp_path / "p")
+    with unprivileged(), pytest.raises(PackageError) as error:
+        verify(tmp_path / "p", manifest)
+    rule = "must be readable, and its directories no links"
+    assert str(error.value) == f"{tmp_path / 'p'} {rule} (got {said})"
+    for folder in (tmp_path / "p").iterdir():
+        if folder.is_dir() and not folder.is_symlink():
+            folder.chmod(0o700)
+
+
+def a_file(path: Path) -> None:
+    path.touch()
+
+
+def a_full_directory(path: Path) -> None:
+    (path / "in").mkdir(parents=True)
+    (path / "in/it").touch()
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def a_link_to_above(path: Path) -> None:
+    path.symlink_to("..")
+
+
+@pytest.mark.parametrize("where", ["new", "w/new"])
+@pytest.mark.parametrize(
+    "make",
+    [a_file, Path.mkdir, a_full_directory, a_link_to_nothing, a_link_to_itself, a_link_to_above,
+     os.mkfifo],
+)  # fmt: skip
+def test_a_package_holds_nothing_else_of_any_kind(
+    tmp_path: Path, make: Callable[[Path], None], where: str
+) -> None:
+    manifest = package(tmp_path, a=b"a", w__deep__b=b"b")
+    verify(tmp_path, manifest)
+    make(tmp_path / where)
+    with pytest.raises(PackageError, match=rf"\(got {where} that no build wrote\); remove it$"):
+        verify(tmp_path, manifest)
+
+
+def test_a_linked_file_is_read_where_it_lies(tmp_path: Path) -> None:
+    manifest = package(tmp_path / "p", weights__b=b"b")
+    (tmp_path / "p/weights/b").rename(tmp_path / "b")
+    (tmp_path / "p/weights/b").symlink_to(tmp_path / "b")
+    verify(tmp_path / "p", replace(manifest, engine="cuda"))
+
+
+def test_what_is_no_file_is_told_and_a_pipe_not_waited_for(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"", b=b"", c=b"c")
+    for name in ("a", "b"):
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(PackageError, match=r"\(got a that is no file, b that is no file\); build"):
+        verify(tmp_path, manifest)
+
+
+def test_a_closed_manifest_is_not_called_missing(tmp_path: Path) -> None:
+    package(tmp_path, a=b"a")
+    (tmp_path / NAME).chmod(0)
+    with (
+        unprivileged(),
+        pytest.raises(PackageError, match=rf"{NAME} must be readable \(got: Permission denied\)$"),
+    ):
+        read(tmp_path)
+
+
+def test_hashing_streams_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "CHUNK", 10)
+    (tmp_path / "a").write_bytes(bytes(25))
+    seen: list[int] = []
+    entry = hash_file(tmp_path / "a", seen.append)
+    assert seen == [10, 10, 5]
+    assert entry == FileEntry(sha256=hashlib.sha256(bytes(25)).hexdigest(), bytes=25)
+
+
+def test_verify_reports_every_byte(tmp_path: Path) -> None:
+    manifest = package(tmp_path, a=b"12345", b=b"123", weights__a=b"1234")
+    told: dict[str, list[int | None]] = {}
+
+    class Counting(Silent):
+        def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+            told[label] = [total]
+            task: Any = super().task(label, total, unit)
+            task.advance = told[label].append
+            return cast("Task", task)
+
+    with checking(tmp_path, manifest, Counting()):
+        time.sleep(0.1)  # the weights are hashed before anybody waits for them
+    assert told.keys() == {"checking package", "checking weights"}
+    assert sorted(told["checking package"]) == [3, 5, 8]
+    assert told["checking weights"] == [4, 4]
+
+
+def damaged(tmp_path: Path, *names: str) -> Manifest:
+    made = package(tmp_path, other=b"other", weights__a=bytes(40), weights__b=bytes(40))
+    for name in names:
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1] + b"!")
+    return made
+
+
+def test_weights_are_hashed_while_they_are_loaded_and_all_else_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, hashed = Event(), list[str]()
+
+    def held(path: Path, advance: Callable[[int], None]) -> FileEntry:
+        if path.parent.name == "weights":
+            assert go.wait(20)
+        hashed.append(path.name)
+        return hash_file(path, advance)
+
+    monkeypatch.setattr(m, "hash_file", held)
+    with checking(tmp_path, damaged(tmp_path), Silent()):
+        assert hashed == ["other"]
+        go.set()
+    assert sorted(hashed) == ["a", "b", "other"]
+
+
+def test_nothing_is_loaded_of_a_package_whose_other_files_are_damaged(tmp_path: Path) -> None:
+    made = damaged(tmp_path, "other", "weights/a")
+    with (
+        pytest.raises(PackageError, match=r"\(got other altered\)"),
+        checking(tmp_path, made, Silent()),
+    ):
+        pytest.fail("begun")
+
+
+def test_damaged_weights_are_told_at_the_end_of_loading_them(tmp_path: Path) -> None:
+    made, loaded = damaged(tmp_path, "weights/b"), False
+    with (
+        pytest.raises(PackageError, match=r"\(got weights/b altered\)"),
+        checking(tmp_path, made, Silent()),
+    ):
+        loaded = True
+    assert loaded
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hashes files byte by byte, one file at a time. Returns the sizes of the pieces read."""
+    pieces: list[int] = []
+
+    def hash_slowly(path: Path, advance: Callable[[int], None]) -> FileEntry:
+        def told(count: int) -> None:
+            pieces.append(count)
+            advance(count)
+
+        return hash_file(path, told)
+
+    monkeypatch.setattr(m, "hash_file", hash_slowly)
+    monkeypatch.setattr(m, "CHUNK", 1)
+    monkeypatch.setattr(m, "HASHERS", 1)
+    return pieces
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_to_load_ends_the_hashing(
+    tmp_path: Path, slow: list[int], error: type[BaseException]
+) -> None:
+    made = package(tmp_path, weights__a=bytes(1 << 20), weights__b=bytes(1 << 20))
+    with pytest.raises(error), checking(tmp_path, made, Silent()):
+        raise error
+    done = len(slow)
+    time.sleep(0.05)
+    assert len(slow) == done < 1 << 19, "it would have been 2^21"
+
+
+def test_a_failure_to_load_what_is_damaged_is_told_as_damage(
+    tmp_path: Path, slow: list[int]
+) -> None:
+    made = damaged(tmp_path, "weights/a")
+    with (
+        pytest.raises(PackageError, match=r"\(got weights/a altered\)") as error,
+        checking(tmp_path, made, Silent()),
+    ):
+        until(lambda: len(slow) > len(b"other") + 40)  # weights/b has begun: weights/a is done
+        raise ValueError("not what I can load")
+    assert isinstance(error.value.__cause__, ValueError)

@@ -1,0 +1,197 @@
+"""accept's kernel against the reference, on random blocks that combine many hard cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator.compiler import COMPILER
+from emulator.runner import Emulator
+from support.kernel_runner import call_of, launch, shaped, site_of
+
+from thor_dflash.core.tensors import Array
+from thor_dflash.plugins.accept import OP, Record
+from thor_dflash.plugins.accept.launch import MOST_ROWS, launches, refuse
+from thor_dflash.plugins.accept.reference import accept_case
+from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.head.argmax_launch import SLICE
+from thor_dflash.plugins.launch import THOR, Site
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+WIDTHS = (1, 2, 7, 40, 333, 1280, SLICE - 1, SLICE, SLICE + 1, SLICE + 4, 2 * SLICE + 37)
+"""Vocabularies of one slice and of several; rows that are 16-byte aligned and rows that are not."""
+
+
+def record(case: Case, seed: int = 0) -> Array:
+    """The record that the kernel writes, with the emulator's order of threads given by `seed`."""
+    return launch(call_of(OP, case), Emulator(seed=seed))["record"]
+
+
+def reference(case: Case) -> Array:
+    return OP.reference(case.inputs, OP.complete(case.attributes))["record"]
+
+
+def site(case: Case) -> Site:
+    return site_of(OP, case.attributes, {name: shaped(x) for name, x in case.inputs.items()})
+
+
+def any_logits(rng: np.random.Generator, rows: int, width: int) -> Array:
+    """Many ties, zeros of both signs, minus infinity; sometimes NaN or infinity, a fault."""
+    logits = rng.standard_normal((rows, width)) * rng.choice([0.3, 1.0, 8.0])
+    if rng.random() < 0.6:
+        logits = np.round(logits * 2) / 2
+    logits = np.where(rng.random(logits.shape) < 0.1, -0.0, logits)
+    if rng.random() < 0.2:
+        logits = np.where(rng.random(logits.shape) < 0.5, -np.inf, logits)
+    for value in (np.nan, -np.nan, np.inf):
+        if rng.random() < 0.1:
+            logits[rng.integers(rows), rng.integers(width)] = value
+    return logits
+
+
+def any_tokens(rng: np.random.Generator, logits: Array) -> Array:
+    """A block whose drafts are mostly the best id, sometimes a good one, seldom any other id."""
+    rows, width = logits.shape
+    order = np.argsort(-logits, axis=1, kind="stable")
+    rank = np.where(rng.random(rows) < 0.6, 0, rng.integers(0, 4, rows)) % width
+    near = order[np.arange(rows), rank]
+    follow = np.where(rng.random(rows) < 0.97, near, rng.integers(-1, width + 2, rows))
+    return np.concatenate([[5], follow[:-1]])
+
+
+def any_ids(rng: np.random.Generator, tokens: Array, width: int, chance: float) -> Array:
+    """An id for each row: with probability `chance` mostly the token after the row, else -1."""
+    follow = np.roll(tokens, -1)
+    ids = np.where(rng.random(len(tokens)) < 0.7, follow, rng.integers(-1, width + 2, len(tokens)))
+    return np.where(rng.random(len(tokens)) < chance, ids, -1)
+
+
+def any_mask(rng: np.random.Generator, rows: int, limit: int) -> Array:
+    words = rng.integers(-(2**31), 2**31, (rows, -(-limit // 32)))
+    if rng.random() < 0.5:
+        words |= rng.integers(-(2**31), 2**31, words.shape)
+    return np.where(rng.random((rows, 1)) < 0.1, 0, words)
+
+
+def any_case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice(WIDTHS))
+    rows = int(rng.choice([1, 2, 5, 16, 16, 32])) if width < SLICE else int(rng.integers(1, 5))
+    logits = any_logits(rng, rows, width)
+    vocab = int(rng.choice([0, width, max(1, width - 5), width + 9]))
+    tokens = any_tokens(rng, logits[:, : vocab or None])
+
+    given: dict[str, Array | int | float] = {
+        "rule": int(rng.choice([0, 1, 1, 2, 2])),
+        "top_k": int(rng.choice([1, 2, 4, 50, 50])),
+        "margin": float(rng.choice([0.0, 0.5, 1.0, 1.0, 1e9, 0.013, 0.2])),
+        "soft_margin": float(rng.choice([0.0, 0.5, 2.0, np.inf])),
+        "cap": int(rng.integers(1, rows + 1)) if rng.random() < 0.3 else rows,
+        "drafted": int(rng.integers(0, rows)) if rng.random() < 0.3 else rows - 1,
+    }
+    if rng.random() < 0.4:
+        given["mask"] = any_mask(rng, rows, min(vocab or width, width))
+    if rng.random() < 0.3:
+        given["forced"] = any_ids(rng, tokens, width, 0.3)
+    if rng.random() < 0.5:
+        given["soft"] = any_ids(rng, tokens, width, 0.7)
+    if rng.random() < 0.3:
+        given["close"] = int(rng.choice(tokens))
+    for name in ("stop", "strict"):
+        if rng.random() < 0.5:
+            given[name] = any_ids(rng, tokens, width, 0.2)[: rng.integers(1, 6)]
+    return accept_case(f"seed_{seed}", logits, tokens, vocab=vocab, **given)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_record_equals_the_references_on_random_blocks(seed: int) -> None:
+    case = any_case(seed)
+    np.testing.assert_array_equal(record(case, seed), reference(case))
+
+
+def test_the_seeds_reach_every_part_of_the_rules() -> None:
+    seen = [Record.read(reference(any_case(seed))) for seed in range(200)]
+    assert min(sum(r.relaxed > 0 for r in seen), sum(r.softened > 0 for r in seen)) > 5
+    assert min(sum(r.fault >= 0 for r in seen), sum(r.agreed >= 5 for r in seen)) > 5
+    assert any(-1 in r.choices[:-1] for r in seen)
+
+
+@pytest.mark.parametrize("rule", [1, 2])
+@pytest.mark.parametrize("at", [0, 5, SLICE - 1, SLICE, 2 * SLICE + 3])
+def test_rank_counts_every_slice(rule: int, at: int) -> None:
+    """A draft's rank is the number of ids with a larger logit, or an equal one and a smaller id."""
+    logits = np.zeros((2, 2 * SLICE + 8))
+    logits[0, 2 * SLICE + 7] = 0.25
+    for top_k in (at + 1, at + 2):
+        case = accept_case("rank", logits, np.array([0, at]), rule=rule, top_k=top_k, margin=1.0)
+        assert Record.read(record(case)).relaxed == int(top_k > at + 1)
+
+
+@pytest.mark.parametrize(("draft", "relaxed"), [(1.0, 1), (0.99999994, 0)])
+def test_a_draft_exactly_at_the_margin_is_accepted(draft: float, relaxed: int) -> None:
+    logits = np.array([[-9, draft, 1.5, -9]] * 2)
+    case = accept_case("edge", logits, np.array([0, 1]), rule=1, top_k=4, margin=0.5)
+    assert Record.read(record(case)).relaxed == relaxed
+
+
+@pytest.mark.parametrize("width", [64, SLICE + 64, 34 * SLICE])
+def test_a_probability_is_of_all_allowed_ids(width: int) -> None:
+    """The best id has e times the draft's probability, as all others have the draft's. So
+    p(best) - p(draft) is (e - 1) / (e + width - 1).
+    """
+    logits = np.zeros((2, width))
+    logits[0, width - 1] = 1.0
+    gap = (np.e - 1) / (np.e + width - 1)
+    for margin in (gap * 0.9999, gap * 1.0001):
+        case = accept_case("gap", logits, np.array([0, 3]), rule=2, top_k=width, margin=margin)
+        assert Record.read(record(case)).relaxed == int(margin > gap)
+
+
+@pytest.mark.parametrize("rule", [0, 1, 2])
+def test_a_rows_choice_does_not_depend_on_other_rows(rule: int) -> None:
+    rng = np.random.default_rng(3)
+    logits = np.round(rng.standard_normal((16, 1280)) * 4)
+    tokens = np.concatenate([[0], logits.argmax(axis=1)[:-1]])
+    alone = [
+        Record.read(record(accept_case("alone", row[None], np.zeros(1), rule=rule))).choices[0]
+        for row in logits
+    ]
+    together = Record.read(record(accept_case("together", logits, tokens, rule=rule)))
+    assert list(together.choices) == alone
+    assert together.count == 16
+
+
+def test_a_slice_with_nothing_allowed_weighs_nothing() -> None:
+    logits = np.zeros((2, 2 * SLICE))
+    logits[0, :SLICE] = -np.inf
+    case = accept_case("half", logits, np.array([0, SLICE + 3]), rule=2, top_k=9, margin=0.1)
+    assert Record.read(record(case)).relaxed == 1
+
+
+def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
+    logits = np.zeros((2, 34 * SLICE))
+    logits[0, 33 * SLICE] = 0.5
+    logits[1, 5], logits[1, 9 * SLICE] = np.nan, 1.0
+    ahead = 33 * SLICE  # ids that rank before the draft: the best one, and all smaller ids
+    for top_k in (ahead, ahead + 1):
+        case = accept_case(
+            "lanes", logits, np.array([0, 33 * SLICE - 1]), rule=1, top_k=top_k, margin=1.0
+        )
+        got = Record.read(record(case))
+        assert got.choices == (33 * SLICE, -1)
+        assert got.relaxed == int(top_k > ahead)
+
+
+def test_what_the_kernel_does_not_take_is_said() -> None:
+    many = accept_case("many", np.zeros((MOST_ROWS + 1, 8)), np.zeros(MOST_ROWS + 1))
+    assert refuse(site(many)) == "accept.logits must be at most 32 rows (got 33)"
+    narrow = accept_case("narrow", np.zeros((2, 40)), np.zeros(2), mask=np.zeros((2, 1)))
+    assert refuse(site(narrow)) == "accept.mask must be 2 words a row (got 1)"
+    assert refuse(site(next(OP.cases(np.random.default_rng(0))))) == ""
+
+
+def test_one_launch_whatever_the_vocabulary() -> None:
+    for width, slices in ((1, 1), (SLICE, 1), (SLICE + 1, 2), (248320, 31)):
+        case = accept_case("wide", np.zeros((16, width)), np.zeros(16))
+        (one,) = launches(site(case), THOR)
+        assert one.grid == (slices, 16, 1)

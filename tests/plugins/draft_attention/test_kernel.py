@@ -1,0 +1,292 @@
+"""The drafter's kernels on the emulator, with hard shapes of blocks and rings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.runner import Emulator
+from support.kernel_runner import call_of, launch, run, slabs
+from support.received_loads import received
+from support.slab_outputs import leaving
+
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
+from thor_dflash.plugins.context_kv import launch as context_kv
+from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
+from thor_dflash.plugins.draft_attention.launch import refuse
+from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.linear.prologue_launch import SLAB
+
+BF16 = DType.BF16.numpy
+Shape = tuple[Any, ...]
+
+
+def bits(rows: Array) -> Array:
+    return rows.view(np.uint16)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape).astype(BF16)
+
+
+# ---- draft_attention ---------------------------------------------------------------------------
+def block(
+    rows: int,
+    heads: int,
+    kv: int,
+    dim: int,
+    slots: int,
+    length: int,
+    window: int,
+    causal: int,
+    first: int = 0,
+    rotary: int = 0,
+    plain: DType = DType.F32,
+) -> Case:
+    """A case of draft_attention. Slots of the rings that hold no context row are NaN."""
+    rng = np.random.default_rng(length)
+    x: dict[str, Array] = {
+        "q": normal(rng, rows, heads * dim),
+        "k": normal(rng, rows, kv * dim),
+        "v": normal(rng, rows, kv * dim),
+        "q_norm": (1 + rng.standard_normal(dim) / 3).astype(plain.numpy),
+        "k_norm": (1 + rng.standard_normal(dim) / 3).astype(plain.numpy),
+        "length": np.array([length], np.int32),
+        "window": np.array([window], np.int32),
+        "first": np.array([first], np.int32),
+    }
+    live = np.arange(max(first, length - slots, 0), length) % slots
+    for name in ("ring_k", "ring_v"):
+        x[name] = np.full((kv, slots, dim), np.nan, BF16)
+        x[name][:, live] = normal(rng, kv, len(live), dim)
+    a: dict[str, Attribute] = {
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": dim,
+        "rotary_dim": rotary or dim,
+        "causal": causal,
+    }
+    return Case("", x, a)
+
+
+# rows, heads, kv heads, head dim, ring slots, length, window, causal[, first, rotary, norm's type]
+BLOCKS = {
+    "sliding": (16, 4, 2, 128, 272, 500, 256, 1),
+    "full": (16, 4, 2, 128, 2048, 1000, 0, 0),
+    "bidirectional_window": (16, 4, 2, 128, 300, 500, 7, 0),
+    "no_context": (16, 4, 2, 128, 272, 0, 256, 1),
+    "three_positions": (16, 4, 2, 128, 272, 3, 256, 1),
+    "late_first": (16, 4, 2, 128, 272, 900, 256, 1, 880),
+    "first_is_length": (16, 4, 2, 128, 272, 900, 256, 1, 900),
+    "one_tile": (16, 4, 2, 128, 272, 64, 0, 0),
+    "one_tile_and_one": (16, 4, 2, 128, 272, 65, 0, 0),
+    "ring_just_full": (16, 4, 2, 128, 272, 272, 0, 0),
+    "four_heads_share_keys": (16, 8, 2, 128, 300, 299, 0, 0),
+    "three_heads_share_keys": (16, 3, 1, 32, 100, 70, 20, 0),
+    "five_rows": (5, 8, 2, 128, 300, 299, 0, 0),
+    "one_row": (1, 4, 1, 256, 200, 150, 0, 0),
+    "24_rows": (24, 6, 2, 64, 300, 1234, 100, 0),
+    "32_rows": (32, 3, 1, 64, 500, 499, 0, 1),
+    "far": (16, 8, 1, 128, 2064, 200_000, 2048, 1),
+    "partly_rotary": (16, 4, 4, 128, 100, 64, 0, 1, 0, 64, DType.BF16),
+}
+blocks = pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
+
+
+@blocks
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_a_block_attends_as_the_reference_says(shape: Shape, device: Device) -> None:
+    run(DRAFT_ATTENTION, block(*shape), Emulator(seed=3), device)
+
+
+@blocks
+def test_the_order_of_blocks_and_threads_changes_no_bit(shape: Shape) -> None:
+    call = call_of(DRAFT_ATTENTION, block(*shape))
+    outputs = [launch(call, Emulator(seed=seed), H100)["o"] for seed in (0, 1, 7)]
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(bits(outputs[0]), bits(other))
+
+
+WHOLE = {name: shape for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0}
+"""Only rows that fill whole slabs are left for the next product."""
+
+
+@pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_rows_can_be_left_for_the_next_product(shape: Shape, device: Device) -> None:
+    """The slabs hold the very rows, whether a row's context is cut into several pieces or not."""
+    call = call_of(DRAFT_ATTENTION, block(*shape))
+    got = launch(leaving(call, "o"), Emulator(seed=5), device)
+    np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(slabs(got["o"])))
+    same = launch(call, Emulator(seed=5), device)["o"]
+    np.testing.assert_array_equal(bits(got["o"]), bits(same))
+
+
+@pytest.mark.parametrize("length", [0, 30, 500])
+def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
+    case = block(16, 4, 2, 128, 272, length, 256, 1)
+    whole = launch(call_of(DRAFT_ATTENTION, case), Emulator(), H100)["o"]
+    for rows in (1, 5, 15):
+        inputs = {n: x[:rows] if n in ("q", "k", "v") else x for n, x in case.inputs.items()}
+        call = call_of(DRAFT_ATTENTION, Case("", inputs, case.attributes))
+        part = launch(call, Emulator(), H100)["o"]
+        np.testing.assert_array_equal(bits(part), bits(whole[:rows]))
+
+
+@pytest.mark.parametrize("name", ["v", "ring_v"])
+def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) -> None:
+    """What is given to `received` depends on every load of values: on each 16 columns of them. It
+    then depends on the keys too, because weights of all values are computed from these.
+    """
+    call = call_of(DRAFT_ATTENTION, block(16, 1, 1, 32, 300, 256, 0, 0))
+    two = Device(H100.capability, 2)
+    before = received(call, two)
+    for column in (0, 16):
+        changed = call.inputs[name].copy()
+        changed[..., 3, column : column + 16] += 1
+        assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
+
+
+def attention_site(**changed: Shaped | Attribute) -> Site:
+    case = block(16, 4, 2, 128, 272, 3, 256, 1)
+    ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
+    ports |= {n: x for n, x in changed.items() if isinstance(x, Shaped)}
+    attributes = {n: x for n, x in changed.items() if not isinstance(x, Shaped)}
+    return Site(DRAFT_ATTENTION, DRAFT_ATTENTION.complete({**case.attributes, **attributes}), ports)
+
+
+def test_what_the_kernel_does_not_take_is_refused() -> None:
+    assert refuse(attention_site()) == ""
+    for name, change, why in (
+        ("q", Shaped(DType.F32, (16, 512)), "q must be bfloat16 (got float32)"),
+        ("ring_k", Shaped(DType.F32, (2, 272, 128)), "ring_k must be bfloat16 (got float32)"),
+        ("ring_v", Shaped(DType.F16, (2, 272, 128)), "ring_v must be bfloat16 (got float16)"),
+        ("q", Shaped(DType.BF16, (33, 512)), "q must be at most 32 rows (got 33)"),
+        ("k_norm", Shaped(DType.F16, (128,)), "bfloat16 or float32 (got float16)"),
+        ("k_norm", Shaped(DType.BF16, (128,)), "k_norm must be of q_norm's type (got another)"),
+        ("head_dim", 96, "head_dim must be one of"),
+        ("rotary_dim", 66, "rotary_dim must be a multiple of 4"),
+        ("rotary_dim", 132, "rotary_dim must be a multiple of 4 up to head_dim (got 132)"),
+        ("heads", 3, "heads must be a multiple of kv_heads (got 3)"),
+        # Kernels compute addresses from the attributes, so the shapes must be theirs.
+        ("heads", 8, "q must be [16, 1024], by its heads and head_dim (got [16, 512])"),
+        ("kv_heads", 4, "k must be [16, 512], by its heads and head_dim (got [16, 256])"),
+        ("head_dim", 256, "q must be [16, 1024]"),
+        ("v", Shaped(DType.BF16, (16, 128)), "v must be [16, 256]"),
+        ("k", Shaped(DType.BF16, (15, 256)), "k must be [16, 256]"),
+        ("q_norm", Shaped(DType.F32, (64,)), "q_norm must be [128]"),
+        ("k_norm", Shaped(DType.F32, (64,)), "k_norm must be [128]"),
+        ("ring_k", Shaped(DType.BF16, (1, 272, 128)), "ring_k must be [2, 272, 128]"),
+        ("ring_v", Shaped(DType.BF16, (2, 271, 128)), "ring_v must be [2, 272, 128]"),
+    ):
+        assert why in refuse(attention_site(**{name: change}))
+
+
+def test_rows_that_do_not_fill_whole_slabs_are_not_left_in_slabs() -> None:
+    """The kernel writes no padding, and the next product would read it."""
+    site = leaving(call_of(DRAFT_ATTENTION, block(16, 2, 1, 16, 96, 30, 0, 0)), "o").site
+    rule = "draft_attention.y0_slabs must be of rows whose width is a multiple of 64 (got 32)"
+    assert refuse(site) == rule
+
+
+# ---- context_kv --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "length", "slots", "kv", "dim"),
+    [
+        (16, 0, (272, 272, 2048), 2, 128),
+        (16, 263, (272, 272, 2048), 2, 128),
+        (100, 250, (272, 400), 8, 128),
+        (70, 31, (64, 300), 3, 64),
+        (3, 5000, (272,) * 8, 1, 256),
+        (1, 200_000, (272,), 9, 32),
+    ],
+)
+@pytest.mark.parametrize("plain", [DType.F32, DType.BF16], ids=str)
+def test_context_rows_land_in_their_slots_and_nothing_else_moves(
+    rows: int, length: int, slots: tuple[int, ...], kv: int, dim: int, plain: DType
+) -> None:
+    rng = np.random.default_rng(rows)
+    x: dict[str, Array] = {"length": np.array([length], np.int32)}
+    for i, n in enumerate(slots):
+        for name in ("k", "v"):
+            x[f"{name}{i}"] = normal(rng, rows, kv * dim)
+            x[f"ring_{name}{i}"] = normal(rng, kv, n, dim)
+        x[f"k_norm{i}"] = (1 + rng.standard_normal(dim) / 3).astype(plain.numpy)
+    a: dict[str, Attribute] = {
+        "layers": len(slots),
+        "kv_heads": kv,
+        "head_dim": dim,
+        "rotary_dim": dim,
+    }
+    got = run(CONTEXT_KV, Case("", x, a), Emulator(seed=2))
+    for i, n in enumerate(slots):
+        untouched = np.setdiff1d(np.arange(n), np.arange(length, length + rows) % n)
+        for name in (f"ring_k{i}", f"ring_v{i}"):
+            after = got[f"next_{name}"][:, untouched].view(np.uint16)
+            np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
+
+
+def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
+    """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
+    ports = {"length": Shaped(DType.I32, (1,))}
+    for i in range(layers):
+        ports |= {f"{n}{i}": Shaped(DType.BF16, (1, kv * 128)) for n in "kv"}
+        ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
+        ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
+    a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
+    return Site(CONTEXT_KV, a, ports)
+
+
+def test_context_that_the_kernel_does_not_take_is_refused() -> None:
+    assert context_kv.refuse(context_site(context_kv.LAYERS)) == ""
+    why = context_kv.refuse(context_site(context_kv.LAYERS + 1))
+    assert why == "context_kv.layers must be at most 64 (got 65)"
+    why = context_kv.refuse(context_site(2, norm=DType.BF16))
+    assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("k0", (1, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
+        ("ring_k0", (1, 64, 128)), ("ring_v0", (2, 63, 128)),
+    ],
+)  # fmt: skip
+def test_context_of_other_shapes_than_its_heads_is_refused(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    site = context_site(kv=2)
+    ports = {**site.ports, name: Shaped(site.ports[name].dtype, shape)}
+    why = context_kv.refuse(Site(CONTEXT_KV, site.attributes, ports))
+    assert why.startswith(f"context_kv.{name} must be [")
+
+
+def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:
+    threads = [context_kv.launches(context_site(kv=n), H100)[0].threads for n in (1, 8, 9, 40)]
+    assert threads == [32, 256, 256, 256]
+
+
+@pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])
+def test_angles_are_right_far_out(position: int) -> None:
+    # Only the pair with the largest frequency is not zero, so only its angle matters.
+    k = np.zeros((1, 128), BF16)
+    k[0, 0] = 1
+    x: dict[str, Array] = {
+        "length": np.array([position], np.int32),
+        "k0": k,
+        "v0": k,
+        "k_norm0": np.ones(128, np.float32),
+        "ring_k0": np.zeros((1, 64, 128), BF16),
+        "ring_v0": np.zeros((1, 64, 128), BF16),
+    }
+    case = Case("", x, {"layers": 1, "kv_heads": 1})
+    call = call_of(CONTEXT_KV, case)
+    got = launch(call, Emulator())["next_ring_k0"].astype(np.float64)
+    rounding = 2.0**-9 * np.sqrt(128)
+    np.testing.assert_allclose(
+        got, call.want["next_ring_k0"].astype(np.float64), rtol=0, atol=1.2 * rounding
+    )

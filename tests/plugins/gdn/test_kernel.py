@@ -1,0 +1,346 @@
+"""gdn's kernels against the reference, and laws that must hold bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from emulator import runner
+from emulator.compiler import EmulatorFault
+from emulator.runner import EARLY, Emulator
+from support.gdn_cases import case_of, poisoned, prefill
+from support.kernel_runner import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
+from support.kernel_usage import usage_of
+from support.received_loads import tells
+from support.sites_27b import sites
+
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.cuda.compile import architecture
+from thor_dflash.plugins.gdn import OP
+from thor_dflash.plugins.gdn.launch import launches, refuse
+from thor_dflash.plugins.launch import H100, THOR, Device
+
+FLOAT_ERROR = 2e-6
+"""Largest error of the float32 outputs of a verify, relative to the largest value."""
+CHUNK_ERROR = 5e-5
+"""The same of a prefill, whose products take each factor as a pair of bf16: an error of 2^-16."""
+
+
+def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+    with np.errstate(invalid="ignore"):  # the reference of poisoned rows
+        call = call_of(OP, case)
+    return launch(call, Emulator(seed=seed), device)
+
+
+def check(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+    """Run a case, poisoned, and compare with the reference; float32 outputs more closely."""
+    got = outputs(poisoned(case), device, seed)
+    want = OP.reference(case.inputs, OP.complete(case.attributes))
+    compare(OP, got, want)
+    for name, value in want.items():
+        if value.dtype == np.float32:
+            error = np.abs(got[name] - value).max() / np.abs(value).max()
+            assert error < (CHUNK_ERROR if "valid" in case.inputs else FLOAT_ERROR), (name, error)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("rows", "held", "accepted"),
+    [(16, 16, 0), (16, 16, 1), (16, 16, 2), (16, 16, 3), (16, 16, 16), (1, 16, 7), (16, 1, 1),
+     (4, 16, 9), (32, 32, 31), (7, 5, 4)],
+)  # fmt: skip
+def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accepted: int) -> None:
+    check(case_of(accepted, rows, held, accepted), seed=accepted)
+
+
+@pytest.mark.parametrize("mode", ["verify", "prefill"])
+@pytest.mark.parametrize("saves", ["records", "states"])
+def test_without_a_shift_states_are_where_arguments_say(mode: str, saves: str) -> None:
+    case = case_of(5, 5, 4, 3, mode=mode, saves=saves)
+    case = prefill(case, 5) if mode == "prefill" else case
+    call = call_of(OP, case)
+    here = launch(call, Emulator(), shift=0)
+    for name, value in launch(call, Emulator(), shift=1 << 12).items():
+        assert np.array_equal(value, here[name]), name
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (3, 12), (1, 5)], ids=str)
+def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
+    check(case_of(3, 5, 4, 3, heads))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 6])
+def test_a_state_is_saved_after_every_row(accepted: int) -> None:
+    check(case_of(accepted, 6, 6, accepted, saves="states"))
+
+
+@pytest.mark.parametrize("narrow", [("conv_weight", "a_log"), ("conv_weight", "dt_bias")], ids=str)
+def test_each_plain_parameter_has_a_type_of_its_own(narrow: tuple[str, ...]) -> None:
+    case = case_of(11, 3, 2, 1)
+    bf16 = {n: case.inputs[n].astype(DType.BF16.numpy) for n in narrow}
+    check(Case(case.name, {**case.inputs, **bf16}, case.attributes))
+
+
+def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
+    """Records among the outputs of a call, as inputs of a later call."""
+    return {n.removeprefix("next_"): v[keep] for n, v in got.items() if n.startswith("next_record")}
+
+
+def after(case: Case, more: Mapping[str, Array], accepted: int) -> Case:
+    """The case with other states and records, and another number of records to fold."""
+    count = np.array([accepted], np.int32)
+    return Case(case.name, {**case.inputs, **more, "accepted": count}, case.attributes)
+
+
+def test_rows_folded_at_once_one_by_one_or_in_their_block_give_the_same_bits() -> None:
+    rows = 5
+    case = case_of(21, rows, rows, 2)
+    block = outputs(case)
+    once = outputs(after(case, {**_state(block), **records_of(block, slice(None))}, rows))
+    now = case
+    alone: list[Array] = []
+    for t in range(rows):
+        row = {n: case.inputs[n][t : t + 1] for n in ("qkv", "b", "a")}
+        got = outputs(Case("", {**now.inputs, **row}, case.attributes))
+        alone.append(got["o"])
+        now = after(case, {**_state(got), **records_of(got, slice(None))}, 1)
+    step = outputs(now)
+    np.testing.assert_array_equal(block["o"], np.concatenate(alone))
+    for name in ("next_state", "next_tail"):
+        assert once[name].tobytes() == step[name].tobytes(), name
+    saved = case_of(21, rows, rows, 0, saves="states")
+    start = {n: v for n, v in block.items() if n in ("next_state", "next_tail")}
+    inputs = {**case.inputs, "states": saved.inputs["states"]} | {
+        n.removeprefix("next_"): v for n, v in start.items()
+    }
+    inputs = {n: v for n, v in inputs.items() if n not in ("record_k", "record_d", "record_decay")}
+    states = outputs(after(Case("", inputs, saved.attributes), {}, 0))["next_states"]
+    assert states[-1].tobytes() == once["next_state"].tobytes()
+
+
+def _state(got: Mapping[str, Array]) -> dict[str, Array]:
+    return {"state": got["next_state"].copy(), "tail": got["next_tail"].copy()}
+
+
+def test_bits_depend_neither_on_the_device_nor_on_the_order_of_threads() -> None:
+    case = case_of(5, 4, 3, 2, (2, 6))
+    want = outputs(case, THOR)
+    for device, seed in ((H100, 1), (Device((9, 0), 1), 2), (Device((9, 0), 3), 3)):
+        got = outputs(case, device, seed)
+        for name, value in want.items():
+            assert got[name].tobytes() == value.tobytes(), (name, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "alone"),
+    [(H100, True), (Device((9, 0), 128), True), (Device((9, 0), 127), False), (THOR, False)],
+)
+def test_blocks_share_no_multiprocessor_if_there_are_enough(device: Device, alone: bool) -> None:
+    case = case_of(7, 16, 16, 0, (16, 48))
+    inputs = {n: shaped(x) for n, x in case.inputs.items()}
+    (one,) = launches(site_of(OP, case.attributes, inputs), device)
+    assert one.grid == (128, 1, 1)
+    whole, each = device.shared + 1024, one.shared + 1024  # 1 KiB of each block is the driver's
+    assert (2 * each > whole) == alone
+    assert one.shared <= device.shared
+
+
+@pytest.mark.parametrize(
+    ("rows", "accepted", "valid"),
+    [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
+)
+def test_a_prefill_is_the_reference_wherever_it_ends(rows: int, accepted: int, valid: int) -> None:
+    check(prefill(case_of(valid, rows, 16, accepted, mode="prefill"), valid))
+
+
+def test_a_prefill_of_keys_that_are_alike_and_states_that_never_fade() -> None:
+    """The hardest case for a chunk's triangular system: every row depends strongly on all rows
+    before it.
+    """
+    case = prefill(case_of(1, 128, 4, 0, mode="prefill"), 128)
+    qkv = case.inputs["qkv"].copy()
+    qkv[:, 128:256] = (3 + 0.3 * qkv[:, 128:256].astype(np.float32)).astype(qkv.dtype)
+    slow = {"a_log": np.full(2, -9, np.float32), "b": np.full_like(case.inputs["b"], 5)}
+    check(Case(case.name, {**case.inputs, **slow, "qkv": qkv}, case.attributes))
+
+
+def test_a_prefill_of_decays_from_none_to_all() -> None:
+    """A row may decay the state to nothing. Decays between rows after it must still be right, not
+    the quotient of two cumulative decays that are 0.
+    """
+    case = prefill(case_of(2, 64, 4, 1, (1, 3), mode="prefill"), 64)
+    steep = case.inputs["a"].astype(np.float32) * 40 - 20
+    a = steep.astype(case.inputs["a"].dtype)
+    check(Case(case.name, {**case.inputs, "a": a}, case.attributes))
+
+
+def test_a_prefill_of_any_ratio_of_heads() -> None:
+    check(prefill(case_of(4, 40, 4, 3, (3, 9), mode="prefill"), 39))
+    check(prefill(case_of(4, 33, 4, 3, (1, 5), mode="prefill"), 33), seed=2)
+
+
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_a_prefill_starts_from_a_saved_state(accepted: int) -> None:
+    check(prefill(case_of(3, 40, 4, accepted, mode="prefill", saves="states"), 37))
+
+
+def test_a_prefill_folds_with_the_same_bits_as_a_verify() -> None:
+    """Its only row has decay 1 and beta 0, which leave the folded state as it is."""
+    states = []
+    for mode in ("verify", "prefill"):
+        case = prefill(case_of(6, 1, 5, 4, mode=mode), 1)
+        still = {n: np.full_like(case.inputs[n], -1e4) for n in "ab"}
+        x = {n: v for n, v in case.inputs.items() if mode == "prefill" or n != "valid"}
+        states.append(outputs(Case("", x | still, case.attributes))["next_state"])
+    assert states[0].tobytes() == states[1].tobytes()
+
+
+def test_chunks_after_the_last_valid_row_are_not_computed() -> None:
+    scratch: dict[str, Array] = {}
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        Emulator()(buffers, steps)
+        scratch.update({b.name: b.data.reshape(2, -1) for b in buffers if "scratch" in b.name})
+
+    launch(call_of(OP, prefill(case_of(9, 64, 4, 0, mode="prefill"), 32)), backend)
+    assert scratch.keys() == {"scratch keys", "scratch matrices"}
+    for first, second in scratch.values():
+        assert not np.all(first == POISON)
+        assert np.all(second == POISON)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "port"), [(k, p) for k in ("gdn_rows", "gdn_prefill") for p in sorted(EARLY[k])]
+)
+def test_states_are_read_before_the_previous_kernel_has_ended(
+    kernel: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = "prefill" if kernel == "gdn_prefill" else "verify"
+    case = case_of(1, 2, 2, 1, mode=mode, saves="states" if port == "states" else "records")
+    monkeypatch.setitem(EARLY, kernel, EARLY[kernel] - {port})
+    monkeypatch.setattr(runner, "_placed", lambda message, *_: message)
+    with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
+        outputs(prefill(case, 1) if mode == "prefill" else case)
+
+
+def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
+    """Earlier, its blocks and what they read would delay the rows."""
+    waits = r"copy_async_wait<0>|barriers\.made\(0\)|barriers\.fetched\(\)|wait_for_previous"
+    before = (OP.room / "kernel.cu").read_text().split("let_next_start();")[:-1]
+    last = [re.findall(waits, text)[-1] for text in before]
+    assert last == ["barriers.made(0)", "copy_async_wait<0>"]
+
+
+def test_a_stage_is_free_only_when_all_of_it_has_been_loaded() -> None:
+    """`last_of` depends on every load: 96 of keys and queries, 12 of matrices (of a quarter of each
+    nothing is loaded), 8 of gates. And a warp gives `received` more than its state's first rows.
+    """
+    stage = 4 * 32 * 128 * 2 + 4 * 32 * 32 * 2 + 2 * 32 * 4
+    content = np.random.default_rng(2).uniform(0.5, 1, (stage + 32 * 68 * 4) // 2)
+    words = content.astype(DType.BF16.numpy).view(np.uint32)
+    found = np.zeros(2, np.int32)
+    runner.probe("gdn_probes.cu", "stage_loads", words, found, shared=words.nbytes)
+    assert found.tolist() == [116, 0]
+    call = call_of(OP, prefill(case_of(1, 1, 1, 0, (1, 1), mode="prefill"), 1))
+    call.inputs["qkv"][0, 128 + 64] = 1e-5  # of K, and so small that the norm does not change
+    for name in ("state", "tail"):
+        call.inputs[name][:] = 0
+    assert tells(call, H100, "qkv", 2 * (128 + 64))
+
+
+def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
+    long = prefill(case_of(8, 160, 4, 2, mode="prefill"), 150)
+    want = outputs(long)["o"]
+    short = {n: long.inputs[n][:70] for n in ("qkv", "b", "a")}
+    got = outputs(prefill(Case("", {**long.inputs, **short}, long.attributes), 66))["o"]
+    assert got[:66].tobytes() == want[:66].tobytes()
+    assert not got[66:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_dim": 64}, "key_dim must be 128"),
+        ({"value_dim": 64}, "value_dim must be 128"),
+        ({"conv_kernel": 3}, "conv_kernel must be 4"),
+    ],
+)
+def test_other_dimensions_are_refused(change: dict[str, int], message: str) -> None:
+    case = case_of(0, 4, 4, 1)
+    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
+    assert not refuse(site)
+    changed = type(site)(OP, OP.complete({**case.attributes, **change}), site.ports)
+    assert message in refuse(changed)
+
+
+def refusal(case: Case, **kinds: np.typing.DTypeLike) -> str:
+    """Why the kernels do not take the case with other types of some inputs; empty if they do."""
+    inputs = {n: shaped(x.astype(kinds.get(n, x.dtype))) for n, x in case.inputs.items()}
+    return refuse(site_of(OP, case.attributes, inputs))
+
+
+@pytest.mark.parametrize("name", ["qkv", "b", "a", "tail", "record_qkv"])
+def test_rows_of_another_type_are_refused(name: str) -> None:
+    why = refusal(case_of(0, 4, 4, 1), **{name: np.float32})
+    assert why == f"gdn.{name} must be bfloat16 (got float32)"
+
+
+@pytest.mark.parametrize("name", ["conv_weight", "a_log", "dt_bias"])
+def test_plain_parameters_of_another_type_are_refused(name: str) -> None:
+    why = refusal(case_of(0, 4, 4, 1), **{name: np.float16})
+    assert why == f"gdn.{name} must be bfloat16 or float32 (got float16)"
+
+
+@pytest.mark.parametrize(("rows", "held", "name"), [(33, 4, "qkv"), (4, 33, "record_qkv")])
+def test_more_than_32_rows_are_refused(rows: int, held: int, name: str) -> None:
+    assert refusal(case_of(0, rows, held, 1)) == f"gdn.{name} must be at most 32 rows (got 33)"
+    assert not refusal(prefill(case_of(0, rows, held, 1, mode="prefill"), 1))
+
+
+@pytest.mark.parametrize("heads", [(2, 5), (3, 2)], ids=str)
+def test_value_heads_that_do_not_share_the_key_heads_evenly_are_refused(
+    heads: tuple[int, int],
+) -> None:
+    rule = "gdn.value_heads must be a multiple of key_heads"
+    assert refusal(case_of(0, 4, 4, 1, heads)) == f"{rule} (got {heads[1]})"
+
+
+@pytest.mark.parametrize("device", [H100, THOR, Device((9, 0), 1)], ids=str)
+def test_launches_are_legal_and_fill_the_device(device: Device) -> None:
+    case = case_of(0, 16, 16, 1, (16, 48))
+    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
+    (one,) = launches(site, device)
+    assert one.threads == 256
+    assert one.shared <= device.shared
+    assert one.grid[0] * one.grid[1] == 128  # nearly one for each of an H100's 132
+
+
+def test_a_block_that_saves_states_keeps_no_records() -> None:
+    device = Device((9, 0), 1)
+    few, many = (case_of(0, 4, held, 1, saves="states") for held in (1, 32))
+    sizes = {
+        one.shared
+        for case in (few, many)
+        for one in launches(
+            site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()}), device
+        )
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device, kept: int) -> None:
+    """A multiprocessor has 65,536 registers. Source: CUDA C++ Programming Guide, compute
+    capabilities 9.0 and 11.0.
+    """
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
+    (site,) = (site_of(OP, a, x) for n, a, x in sites("gdn") if n == "verify_records_16")
+    (one,) = launches(site, device)
+    arch = architecture(device.capability)
+    defines = {**one.defines, "NEXT": kept}  # whether rows are left for the next product
+    usage = usage_of(OP.room / one.source, defines, arch)[one.kernel]
+    assert 2 * one.threads * usage.registers <= 65536

@@ -1,0 +1,180 @@
+"""The kernel that chooses the head's best ids against numpy, on logits that are hard to rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator.compiler import COMPILER
+from emulator.runner import Emulator
+from support.kernel_runner import Step, Value, buffer, packed, shaped
+
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins.head import OP
+from thor_dflash.plugins.head.argmax_launch import SLICE, best_launches
+from thor_dflash.plugins.head.launch import launches, refuse
+from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+WIDTHS = (1, 3, 96, 1280, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 36)
+"""Rows of one slice and of several; rows that are 16-byte aligned and rows that are not."""
+
+
+def site(logits: Array, vocab: int, id_map: Array | None) -> Site:
+    ports = {"sums": shaped(logits), "best": Shaped(DType.I32, (len(logits),))}
+    if id_map is not None:
+        ports["id_map"] = shaped(id_map)
+    return Site(OP, OP.complete({"vocab": vocab}), ports)
+
+
+def best(logits: Array, vocab: int = 0, id_map: Array | None = None, seed: int = 0) -> Array:
+    """The kernel's choices. Its outputs and scratch are poisoned before."""
+    (launch,) = best_launches(site(logits, vocab, id_map), THOR, "sums")
+    buffers = {
+        "sums": buffer("sums", logits, writable=False),
+        "best": buffer("best", 4 * len(logits)),
+    }
+    if id_map is not None:
+        buffers["id_map"] = buffer("id_map", id_map, writable=False, kernels=False)
+
+    def value(argument: Argument) -> Value:
+        match argument:
+            case At(port):
+                return buffers.get(port)
+            case Scratch(name, nbytes, zeroed):
+                return buffers.setdefault(name, buffer(name, nbytes, 0 if zeroed else 0xFF))
+            case _:
+                return argument
+
+    step = Step(OP.room / launch.source, launch, tuple(map(value, launch.arguments)))
+    Emulator(seed=seed)([*buffers.values()], [step])
+    assert not buffers["best_arrivals"].data.any()
+    return buffers["best"].data.view(np.int32)
+
+
+def reference(logits: Array, vocab: int = 0, id_map: Array | None = None) -> Array:
+    chosen = logits[:, : vocab or None]
+    ids = chosen.argmax(axis=1)
+    return np.where(np.isnan(chosen).any(axis=1), -1, ids if id_map is None else id_map[ids])
+
+
+def any_logits(rng: np.random.Generator, width: int) -> Array:
+    """Many ties; zeros, infinities and NaN of both signs."""
+    rows = int(rng.integers(1, 33)) if width < SLICE else int(rng.integers(1, 4))
+    logits = rng.standard_normal((rows, width))
+    if rng.random() < 0.6:
+        logits = np.round(logits)
+    logits = np.where(rng.random(logits.shape) < 0.2, -0.0, logits)
+    if rng.random() < 0.3:
+        logits = np.where(rng.random(logits.shape) < 0.9, -np.inf, logits)
+    for value in (np.nan, -np.nan, np.inf, np.inf):
+        if rng.random() < 0.3:
+            logits[rng.integers(rows), rng.integers(width)] = value
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_ids_are_numpys_whatever_the_logits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice(WIDTHS))
+    logits = any_logits(rng, width)
+    vocab = int(rng.choice([0, width, max(1, width - 5), width + 9]))
+    id_map = rng.permutation(3 * width)[:width].astype(np.int32) if seed % 2 else None
+    np.testing.assert_array_equal(
+        best(logits, vocab, id_map, seed), reference(logits, vocab, id_map)
+    )
+
+
+@pytest.mark.parametrize("width", [SLICE - 3, 2 * SLICE + 8])
+def test_every_place_can_be_the_best_one(width: int) -> None:
+    places = [*range(8), 1023, 1024, width // 2, *range(width - 8, width)]
+    logits = np.zeros((len(places), width), np.float32)
+    logits[np.arange(len(places)), places] = 1.0
+    assert best(logits).tolist() == places
+
+
+def test_the_first_of_equals_wins_across_slices() -> None:
+    logits = np.full((1, 2 * SLICE + 8), -1.0, np.float32)
+    logits[0, [SLICE - 1, SLICE, 2 * SLICE]] = 2.0
+    for seed in range(4):
+        assert best(logits, seed=seed).tolist() == [SLICE - 1]
+
+
+def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
+    logits = np.zeros((2, 33 * SLICE), np.float32)
+    logits[0, 32 * SLICE + 9] = logits[1, SLICE] = 1.0
+    logits[1, 9] = np.nan
+    assert best(logits).tolist() == [32 * SLICE + 9, -1]
+
+
+def test_minus_infinity_everywhere_is_the_first_id() -> None:
+    assert best(np.full((2, SLICE + 1), -np.inf, np.float32)).tolist() == [0, 0]
+
+
+def test_padding_is_neither_chosen_nor_a_fault() -> None:
+    logits = np.zeros((2, 40), np.float32)
+    logits[0, 33], logits[1, 33], logits[:, 7] = np.inf, np.nan, 1.0
+    assert best(logits, vocab=33).tolist() == [7, 7]
+    assert best(logits, vocab=34).tolist() == [33, -1]
+
+
+@pytest.mark.parametrize("first", [3, 4, 130, SLICE])
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_zeros_of_both_signs_are_equals(value: float, first: int) -> None:
+    logits = np.full((1, SLICE + 40), -1.0, np.float32)
+    logits[0, [first, first + 1, first + 9]] = value, -value, -value
+    assert best(logits, seed=first).tolist() == [first]
+
+
+@pytest.mark.parametrize(("width", "vocab"), [(97, 96), (96, 93)])
+def test_rows_and_their_padding_may_end_anywhere(width: int, vocab: int) -> None:
+    """Whether rows are 16-byte aligned depends on their width alone."""
+    logits = np.random.default_rng(width).standard_normal((5, width)).astype(np.float32)
+    np.testing.assert_array_equal(best(logits, vocab), reference(logits, vocab))
+
+
+def head_site(t: int, k: int, v: int, **types: DType) -> Site:
+    """A head's call with bf16 weights, apart from the types of some ports; nobody reads `best`."""
+    ports = {"x": (t, k), "norm_weight": (k,), "weight0": (v, k), "logits": (t, v)}
+    known = {"logits": DType.F32, **types}
+    shaped_ports = {n: Shaped(known.get(n, DType.BF16), shape) for n, shape in ports.items()}
+    return Site(OP, OP.complete({}), shaped_ports)
+
+
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [
+        (head_site(32, 64, 98), ""),
+        (head_site(33, 64, 96), "head.x must be at most 32 rows (got 33)"),
+        (head_site(16, 64, 97), "head.logits must have a multiple of 2 columns (got 97)"),
+        (head_site(16, 24, 96), "head.x must have a multiple of 16 columns (got 24)"),
+        (head_site(16, 64, 96, x=DType.F16), "head.x must be bfloat16 (got float16)"),
+        (
+            head_site(16, 64, 96, norm_weight=DType.F16),
+            "head.norm_weight must be bfloat16 or float32 (got float16)",
+        ),
+        (
+            head_site(16, 64, 96, weight0=DType.F16),
+            "head.weight0 must be NVFP4, FP8 or bfloat16 (got float16)",
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(at: Site, why: str) -> None:
+    assert refuse(at) == why
+
+
+def test_ids_that_nobody_reads_are_not_searched_for() -> None:
+    at = head_site(16, 64, 96)
+    unread, _ = packed(at, {})
+    read = Site(OP, at.attributes, {**unread.ports, "best": Shaped(DType.I32, (16,))})
+    names = [[one.kernel for one in launches(site, THOR)] for site in (unread, read)]
+    assert names[1] == [*names[0], "head_best"]
+    assert "head_best" not in names[0]
+
+
+def test_one_launch_over_the_rows_that_may_be_chosen() -> None:
+    for vocab, slices in ((0, 31), (65536, 8)):
+        ports = {"sums": Shaped(DType.F32, (16, 248320)), "best": Shaped(DType.I32, (16,))}
+        at = Site(OP, OP.complete({"vocab": vocab}), ports)
+        (launch,) = best_launches(at, THOR, "sums")
+        assert launch.grid == (slices, 16, 1)

@@ -1,0 +1,76 @@
+"""linear where a bf16 n-tile is dealt in halves: a few bf16 columns beside many NVFP4 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from emulator.compiler import COMPILER
+from emulator.runner import Emulator
+from support import kernel_runner
+
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.launch import Device
+from thor_dflash.plugins.linear.layout import Kind, _layout
+from thor_dflash.plugins.linear.partition import Partition, partition
+from thor_dflash.plugins.linear.reference import weight_case
+
+BF16 = DType.BF16.numpy
+N4 = Kind.NVFP4
+
+emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+
+
+def check(call: kernel_runner.Call, on: Device, seed: int = 0) -> None:
+    kernel_runner.compare(LINEAR, kernel_runner.launch(call, Emulator(seed), on), call.want)
+
+
+THIN = (("nvfp4", 256), ("bfloat16", 48), ("bfloat16", 44))
+"""Kind and columns of each segment. The bf16 columns are three halves of an n-tile, the last not
+full."""
+
+
+def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> Case:
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {"x": rng.standard_normal((rows, k)).astype(BF16)}
+    for i, (kind, n) in enumerate(segments):
+        inputs |= weight_case(rng, kind, n, k, i)
+    return Case("thin", inputs, {"segments": len(segments)})
+
+
+def thin_cut(k: int, on: Device) -> Partition:
+    kinds = tuple(N4 if kind == "nvfp4" else Kind.BF16 for kind, _ in THIN)
+    plan = _layout(k, kinds, tuple(n for _, n in THIN), False)
+    return partition(plan, on.multiprocessors)
+
+
+@emulated
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("k", [16, 128, 320, 1152])
+@pytest.mark.parametrize("multiprocessors", [3, 5, 40])
+def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
+    check(kernel_runner.call_of(LINEAR, thin(rows, k)), Device((9, 0), multiprocessors), rows)
+
+
+@emulated
+@pytest.mark.parametrize("k", [128, 384])
+def test_no_half_is_read_beyond_its_end(k: int) -> None:
+    """The last half n-tile lies at the end of the packed weight, where only half of each slot is
+    its own.
+    """
+    check(
+        kernel_runner.call_of(LINEAR, thin(16, k, [("nvfp4", 256), ("bfloat16", 120)])),
+        Device((9, 0), 8),
+    )
+
+
+def test_halves_that_are_only_padding_are_not_dealt() -> None:
+    for k, on, parts in ((320, 5, 2), (2048, 40, 8)):
+        cut = thin_cut(k, Device((9, 0), on))
+        pieces = [i.piece for items in cut.clusters for i in items]
+        found = sorted((p.first, p.half) for p in pieces if p.half is not None)
+        assert found == [(0, 0), (0, 1), (1, 0)]
+        assert cut.parts == parts

@@ -1,0 +1,229 @@
+"""linear with more than 32 rows: the ring of stages, and a row's bits wherever it lies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from emulator import runner
+from emulator.compiler import COMPILER, MACHINE, EmulatorFault
+from emulator.runner import Emulator
+from support.kernel_cases import cases_of
+from support.kernel_runner import (
+    SLAB,
+    Buffer,
+    Call,
+    Step,
+    buffer,
+    call_of,
+    compare,
+    launch,
+    packed,
+    site_of,
+    slabs,
+)
+
+from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins import GDN, LINEAR
+from thor_dflash.plugins.contract import Attribute, Case, Op
+from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
+from thor_dflash.plugins.linear.launch import launches
+from thor_dflash.plugins.linear.layout import Kind
+from thor_dflash.plugins.linear.reference import weight_case
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+PROBES = MACHINE / "prefill_probes.cu"
+
+
+def device(multiprocessors: int) -> Device:
+    return Device((9, 0), multiprocessors)
+
+
+def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Array:
+    return (rng.standard_normal((t, width)) * scale).astype(DType.BF16.numpy)
+
+
+def three_kinds(t: int, k: int = 352) -> Case:
+    """Pieces of four, two and one n-tiles, segments that end inside a strip, a norm. Rows are the
+    same for every T.
+    """
+    rng = np.random.default_rng(4)
+    x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
+    for i, (kind, n) in enumerate((("nvfp4", 354), ("fp8", 42), ("bfloat16", 250))):
+        x |= weight_case(rng, kind, n, k, i)
+    return Case(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
+
+
+def run(call: Call, on: Device, seed: int = 0) -> dict[str, Array]:
+    got = launch(call, Emulator(seed), on)
+    compare(LINEAR, got, call.want)
+    return got
+
+
+def product(site: Site, on: Device) -> Launch:
+    one = launches(site, on)[-1]
+    assert one.source == "prefill.cu"
+    return one
+
+
+@pytest.mark.parametrize(
+    ("t", "multiprocessors"),
+    [(33, 1), (64, 3), (65, 132), (100, 3), (128, 7), (130, 4), (300, 8), (300, 5)],
+)
+def test_a_row_is_the_same_among_any_number_of_rows_and_blocks(
+    t: int, multiprocessors: int
+) -> None:
+    alone = run(call_of(LINEAR, three_kinds(33)), device(2))
+    among = run(call_of(LINEAR, three_kinds(t)), device(multiprocessors), seed=t)
+    for name, want in alone.items():
+        np.testing.assert_array_equal(among[name][:33].view(np.uint16), want.view(np.uint16))
+
+
+def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
+    case = three_kinds(300)
+    turned = Case("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
+    want = run(call_of(LINEAR, case), device(3))
+    for name, got in run(call_of(LINEAR, turned), device(16)).items():
+        np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
+
+
+@pytest.mark.parametrize("shared", [232448, 101376])
+@pytest.mark.parametrize("t", [64, 128])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
+    kind: str, t: int, shared: int
+) -> None:
+    rng = np.random.default_rng(t)
+    case = Case(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
+    one = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
+    stages = one.defines["STAGES"]
+    assert 2 <= stages <= 6
+    assert one.shared <= shared
+    assert stages == 6 or one.shared // stages * (stages + 1) > shared
+
+
+@pytest.mark.parametrize("shared", [232448, 101376])
+@pytest.mark.parametrize("k", [16, 64, 80, 128, 208, 1040])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: int) -> None:
+    rng = np.random.default_rng(k)
+    case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
+    run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
+
+
+@pytest.mark.parametrize("k", [16, 80, 352])
+@pytest.mark.parametrize("t", [33, 130])
+def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
+    """Items of one, two and six half steps of K; several items to a block and a single one."""
+    call = call_of(LINEAR, three_kinds(t, k))
+    one = product(call.site, device(1))
+    stage = one.shared // one.defines["STAGES"]
+    want = run(call, device(132))
+    for stages in range(2, one.defines["STAGES"] + 1):
+        small = Device((9, 0), 1 + stages % 2, stages * stage)
+        assert product(call.site, small).defines["STAGES"] == stages
+        for name, got in run(call, small, stages).items():
+            np.testing.assert_array_equal(got.view(np.uint16), want[name].view(np.uint16))
+
+
+@pytest.mark.parametrize("t", [40, 140])
+@pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
+@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 256, 768])
+def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
+    rng = np.random.default_rng(9)
+    k, n = 768, 72
+    norm = rng.standard_normal(head_dim or k)
+    x = {"x": rows(rng, t, k, 9), "residual": rows(rng, t, n), "gate": rows(rng, t, k, 4)}
+    x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)
+    a: dict[str, Attribute] = {"epilogue": "residual", "gate": gate, "head_dim": head_dim}
+    run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
+
+
+@pytest.mark.parametrize(("head_dim", "blocks"), [(0, 1), (6144, 1), (128, 3)])
+def test_several_blocks_prepare_a_row_if_no_sum_covers_all_of_it(
+    head_dim: int, blocks: int
+) -> None:
+    t, k = 33, 6144
+    shapes = {"x": (t, k), "norm_weight": (head_dim or k,), "weight0": (16, k)}
+    inputs = {name: Shaped(DType.BF16, shape) for name, shape in shapes.items()}
+    site, _ = packed(site_of(LINEAR, {"head_dim": head_dim}, inputs), {})
+    assert launches(site, device(1))[0].grid == (t, blocks, 1)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+@pytest.mark.parametrize("n", [8, 136, 296])
+def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
+    x |= weight_case(rng, kind, n, 128, 1)
+    call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
+    run(call, device(3), n)
+
+
+@pytest.mark.parametrize("op", [LINEAR, GDN], ids=lambda op: op.name)
+def test_what_other_blocks_read_too_is_kept_for_them(op: Op) -> None:
+    """A copy of another kind gives the same results, but takes it from memory every time."""
+    source = (op.room / "prefill.cu").read_text()
+    assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "port"), [("linear_rows", "norm_weight"), ("linear_prefill", "packed")]
+)
+def test_weights_are_requested_before_the_previous_kernel_has_ended(
+    kernel: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a fault if another kernel wrote them."""
+    monkeypatch.setattr(runner, "_placed", lambda message, *_: message)
+
+    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
+        for held in buffers:
+            held.from_kernels |= held.name == port
+        Emulator()(buffers, [step for step in steps if step.launch.kernel == kernel])
+
+    with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
+        launch(call_of(LINEAR, cases_of(LINEAR)["more_gated_48_of_640"]), backend, device(2))
+
+
+@pytest.mark.parametrize("t", [64, 128])
+def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> None:
+    """The release waits for what a value depends on, so that must change with every load of rows,
+    and with the weights.
+    """
+    nbytes = 2 * t * SLAB + 4 * Kind.NVFP4.step_bytes // 2
+    defines = {"TILE_ROWS": t, "STAGES": 2, "KINDS": 1, "EPILOGUE": 0}
+    one = Launch("released", (1, 1, 1), 32, (), shared=nbytes + 136, defines=defines, overlap=False)
+    given = np.random.default_rng(t).integers(0, 2**16, (t, SLAB), dtype=np.uint16)
+
+    def told(rows: Array, code: int = 0) -> Array:
+        stage = np.zeros(nbytes, np.uint8)
+        stage[: 2 * t * SLAB] = slabs(rows.view(DType.BF16.numpy)).reshape(-1).view(np.uint8)
+        stage[2 * t * SLAB :][:2048] = code  # of the first n-tile; its scales follow
+        held, out = buffer("stage", stage, writable=False), buffer("told", 4 * 32)
+        Emulator()([held, out], [Step(PROBES, one, (held, out))])
+        return out.data.view(np.uint32)
+
+    before = told(given)
+    assert (told(given, code=1) != before).all()
+    for row in range(0, t, 16):
+        other = given.copy()
+        other[row : row + 16, -16:] ^= 1
+        assert (told(other) != before).all(), row
+
+
+def test_every_code_times_every_scale() -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (128, 1))[:, :128]
+    codes = np.concatenate([codes, codes + 128])
+    scales = np.minimum(np.arange(256) % 128 + 1, 0x7E).astype(np.uint8)
+    x = {
+        "x": np.eye(256, dtype=np.float32).astype(DType.BF16.numpy),
+        "weight0": codes,
+        "block_scale0": np.repeat(scales[:, None], 16, axis=1).view(DType.FP8.numpy),
+        "row_scale0": np.ones(256, np.float32),
+    }
+    call = call_of(LINEAR, Case("codes", x, {}))
+    got = launch(call, Emulator(0), device(4))
+    # A code times a scale has at most 6 significant bits: bf16 holds it, and adding zeros keeps it.
+    np.testing.assert_array_equal(got["y0"].astype(np.float32), call.want["y0"].astype(np.float32))

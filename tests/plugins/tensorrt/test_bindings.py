@@ -1,0 +1,59 @@
+"""Every plugin with TensorRT's published Python classes, of several versions, and with its real
+plugin registry.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import trt_bindings
+from stand_ins.trt_stubs import VERSIONS, bindings, libraries
+
+ROOT = Path(__file__).parents[3]
+
+
+# Run in a process of its own: the bindings are loaded once per process.
+ALONE = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import bound_trt
+bound_trt.main(*sys.argv[3:])
+"""
+
+
+def asked(site: Path, made: list[Path]) -> dict[str, Any]:
+    """What bound_trt.main reports about the bindings in `site` and these libraries."""
+    given = [ROOT, ROOT / "tests", site, *made]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *map(str, given)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_plugin_answers_through_the_bindings(version: str, tmp_path: Path) -> None:
+    told = asked(bindings(version), libraries(version, tmp_path))
+    assert told["version"] == version
+    assert told["plugins"] > 50
+
+
+def test_every_plugin_is_registered_found_and_made_by_the_real_registry(tmp_path: Path) -> None:
+    version = VERSIONS[-1]
+    site = bindings(version)
+    try:
+        made = trt_bindings.lean_libraries(version, tmp_path)
+    except (subprocess.SubprocessError, OSError) as e:
+        pytest.skip(f"{bound_trt.LEAN}=={version} must be fetched once (got: {e})")
+    told = asked(site, made)
+    assert told["registry"]
+    assert told["plugins"] > 50

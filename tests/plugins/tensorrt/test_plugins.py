@@ -1,0 +1,356 @@
+"""Every room as a TensorRT plugin: types, shapes and memory follow its contract, and `enqueue` runs
+the room's launches. TensorRT is replaced by a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.runner import Emulator
+from stand_ins import tensorrt_module as trt
+from support.gated_attention import gated_call
+from support.gdn_cases import case_of
+from support.gdn_epilogue_calls import finishing, normed_case, taking
+from support.kernel_cases import cases_of, taken_of
+from support.kernel_runner import Call, call_of, launch, packed, rule_of, site_of
+from support.plugin_enqueue import Emulated, Ready
+from support.sites_27b import sites
+from support.slab_outputs import leaving
+
+from thor_dflash.core.errors import EngineError
+from thor_dflash.core.tensors import DType
+from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins.contract import DOMAIN, Op
+from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
+from thor_dflash.plugins.standard.nodes import EMBED
+from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
+
+every_room = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+@pytest.fixture(autouse=True)
+def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    trt.stand_in(monkeypatch)
+
+
+def taken(op: Op) -> Iterator[tuple[str, Site]]:
+    """Every call that a room's kernels do not refuse: of its cases, and of the full model."""
+    yield from taken_of(op)
+    for name, attributes, inputs in sites(op.name):
+        yield name, packed(site_of(op, attributes, inputs), {})[0]
+    if op is GDN:
+        weight = np.ones(128, np.float32)
+        yield "finishing", finishing(call_of(GDN, case_of(1, 5, 4, 3)), weight, 1.0).site
+    if op is LINEAR:
+        yield "taking", taking(normed_case(5, 3, 128)).site
+
+
+def node_of(site: Site) -> Node:
+    return describe(site, outs_of(site))
+
+
+def outs_of(site: Site) -> set[str]:
+    left = {"y0_slabs", "y0_squares"}
+    return {p.name for p in site.op.outputs_of(site.attributes)} | left
+
+
+def tensors(site: Site, ports: tuple[str, ...]) -> list[Shaped]:
+    return [tensor_of(site.ports[port]) for port in ports]
+
+
+def registered(*nodes: Node) -> Any:
+    from thor_dflash.plugins.tensorrt.plugin import register
+
+    return register(trt.get_plugin_registry(), THOR, None, nodes)  # type: ignore[arg-type]
+
+
+@every_room
+def test_a_node_says_all_that_a_launch_rule_asks(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        assert parse(op.name, node.fields()) == node, name
+        shaped = dict(zip((*node.inputs, *node.outputs), both(site, node), strict=True))
+        again = node.site(shaped)
+        assert dict(again.ports) == dict(site.ports), name
+        assert again.attributes == site.attributes, name
+
+
+def both(site: Site, node: Node) -> list[Shaped]:
+    return tensors(site, (*node.inputs, *node.outputs))
+
+
+@every_room
+def test_types_and_shapes_are_the_contracts(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        registered(node)
+        plugin = trt.made(node)
+        found = trt.outputs(plugin, tensors(site, node.inputs))
+        want = [trt.desc(shaped) for shaped in tensors(site, node.outputs)]
+        assert found == want, name
+        assert plugin.num_outputs == len(want)
+        trt.get_plugin_registry().creators.clear()
+
+
+@every_room
+def test_a_size_that_is_still_unknown_stays_symbolic(op: Op) -> None:
+    letters = {"T", "N", "N0"} - ({"N", "N0"} if op.name in ("linear", "head") else set())
+    for _, site in list(taken(op))[:3]:
+        node = node_of(site)
+        ports = {
+            p.name: p for p in (*op.inputs_of(site.attributes), *op.outputs_of(site.attributes))
+        }
+
+        def told(name: str, node: Node = node, ports: Any = ports, site: Site = site) -> list[Any]:
+            sizes = site.ports[name].shape
+            names = ports[name].shape if name in ports else sizes
+            return [n if n in letters else s for n, s in zip(names, sizes, strict=True)]
+
+        shapes = node.output_shapes({n: told(n) for n in node.inputs}, lambda n: n)
+        assert {n: list(s) for n, s in shapes.items()} == {n: told(n) for n in node.outputs}
+
+
+@every_room
+def test_one_format_is_taken_and_only_the_contracts_types(op: Op) -> None:
+    for _, site in list(taken(op))[:8]:
+        node = node_of(site)
+        registered(node)
+        plugin, count = trt.made(node), len(node.inputs)
+        # The bounds of sizes are told later, to configure_plugin.
+        good = [replace(trt.dynamic(shaped), max=()) for shaped in both(site, node)]
+        for pos, described in enumerate(good):
+            assert plugin.supports_format_combination(pos, good, count), (pos, node.inputs)
+            for other in (
+                replace(described.desc, format=trt.TensorFormat.CHW32),
+                replace(described.desc, type=trt.DataType.INT8),
+            ):
+                bad = [*good[:pos], replace(described, desc=other), *good[pos + 1 :]]
+                assert not plugin.supports_format_combination(pos, bad, count)
+        trt.get_plugin_registry().creators.clear()
+
+
+@pytest.mark.parametrize("op", [o for o in OPS if o.name != "accept"], ids=lambda op: op.name)
+def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
+    """Every contract but accept's allows rows in float32, and no kernel takes them."""
+    name, site = next(iter(taken(op)))
+    wide = {
+        port: Shaped(DType.F32, shaped.shape) if shaped.dtype is DType.BF16 else shaped
+        for port, shaped in site.ports.items()
+    }
+    site = Site(op, site.attributes, wide)
+    assert rule_of(op).refuse(site), name
+    node = node_of(site)
+    registered(node)
+    plugin, count = trt.made(node), len(node.inputs)
+    descs = [trt.dynamic(shaped) for shaped in both(site, node)]
+    said = rf"Thor.*{op.name}\..* must be "
+    with pytest.raises(EngineError, match=said):
+        plugin.configure_plugin(descs[:count], descs[count:])
+    ins, outs = [d.desc for d in descs[:count]], [d.desc for d in descs[count:]]
+    with pytest.raises(EngineError, match=said):
+        plugin.on_shape_change(ins, outs)
+
+
+@every_room
+def test_workspace_is_the_scratch_that_need_not_last(op: Op) -> None:
+    for name, site in taken(op):
+        node = node_of(site)
+        registered(node)
+        plugin = trt.made(node)
+        descs = [trt.dynamic(shaped) for shaped in both(site, node)]
+        count = len(node.inputs)
+        wanted = {
+            a.name: -(-a.nbytes // 256) * 256
+            for one in rule_of(op).launches(site, THOR)
+            for a in one.arguments
+            if isinstance(a, Scratch) and not a.zeroed
+        }
+        got = plugin.get_workspace_size(descs[:count], descs[count:])
+        assert got == sum(wanted.values()), name
+        trt.get_plugin_registry().creators.clear()
+
+
+def test_different_calls_have_different_keys() -> None:
+    """A creator finds a call by its key, two integers of 31 bits."""
+    nodes = [node_of(site) for op in OPS for _, site in taken(op)]
+    keys = {node.key: repr(node) for node in nodes}
+    assert len(keys) == len({repr(node) for node in nodes})
+    for half in (0, 1):
+        assert all(0 <= key[half] < 1 << 31 for key in keys)
+
+
+def test_a_changed_or_missing_field_is_refused() -> None:
+    [node, *_] = [node_of(site) for _, site in taken(OPS[0])]
+    fields = node.fields()
+    with pytest.raises(ValueError, match="must be as it was written"):
+        parse("linear", {**fields, "norm_eps": 0.5})
+    with pytest.raises(ValueError, match="must have the field ports"):
+        parse("linear", {n: v for n, v in fields.items() if n != "ports"})
+
+
+def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
+    first, other = [node_of(site) for _, site in list(taken(OPS[0]))[:2]]
+    [creator] = registered(first)
+    assert [creator.name, creator.plugin_namespace, creator.plugin_version] == [
+        "ThorLinear",
+        DOMAIN,
+        "1",
+    ]
+    plugin = trt.made(first)
+    assert plugin.plugin_name == "ThorLinear"
+    assert plugin.node == first
+    with pytest.raises(EngineError, match="a call that its package describes"):
+        creator.create_plugin("x", trt.fields({"call0": other.key[0], "call1": other.key[1]}), None)
+    with pytest.raises(EngineError, match=r"registered once .* close the other"):
+        registered(first)
+
+
+def test_a_clone_does_not_share_the_originals_memory() -> None:
+    site = next(taken(OPS[0]))[1]
+    node = node_of(site)
+    registered(node)
+    plugin = trt.made(node)
+    plugin._call = object()
+    assert plugin.clone()._call is None
+    plugin._call = None
+
+
+def test_bytes_are_declared_as_words_of_four() -> None:
+    assert tensor_of(Shaped(DType.U8, (40,))) == Shaped(DType.I32, (10,))
+    assert tensor_of(Shaped(DType.FP8, (2, 40))) == Shaped(DType.FP8, (2, 40))
+    for op in OPS[:1]:
+        for _, site in taken(op):
+            for port, shaped in site.ports.items():
+                if shaped.dtype is DType.U8 and port not in BODILESS:
+                    assert np.prod(shaped.shape) % 4 == 0, port
+
+
+# ---- enqueue -----------------------------------------------------------------------------------
+SMALL = 3
+"""Cases of each room that run here, those with the smallest inputs. All cases run on a GPU."""
+
+
+def small(op: Op) -> list[Any]:
+    cases = cases_of(op)
+    found = [(sum(x.nbytes for x in cases[n].inputs.values()), n) for n, _ in taken_of(op)]
+    return [pytest.param(op, name, id=f"{op.name}-{name}") for _, name in sorted(found)[:SMALL]]
+
+
+@pytest.mark.parametrize(("op", "name"), [param for op in OPS for param in small(op)])
+def test_enqueue_leaves_the_bits_that_the_launches_leave(
+    op: Op, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueued_as_launched(call_of(op, cases_of(op)[name]), monkeypatch)
+
+
+def test_enqueue_leaves_rows_for_the_next_product_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases_of(VERIFY_ATTENTION)["more_7_rows_at_120_4x2x256_bfloat16"]
+    enqueued_as_launched(gated_call(case), monkeypatch)
+    case = cases_of(DRAFT_ATTENTION)["more_5_rows_causal_1_window_100_at_140"]
+    enqueued_as_launched(leaving(call_of(DRAFT_ATTENTION, case), "o"), monkeypatch)
+
+
+def enqueued_as_launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = call.site.op
+    want = launch(call, Emulator(0), THOR)
+    for apart in (False, True):
+        machine = Emulated(monkeypatch, THOR)
+        ready = Ready(machine, call, apart=apart)
+        for capturing in (False, True):
+            machine.capturing = capturing
+            ready.fill()
+            ready.enqueue()
+            for port, value in ready.outputs().items():
+                np.testing.assert_array_equal(value.view(np.uint8), want[port].view(np.uint8), port)
+        launches = len(machine.overlapped) // 2
+        assert not machine.overlapped[0], "it cannot know what is in front of it"
+        assert not machine.overlapped[launches]
+        copies = machine.done.count("cuMemcpyDtoDAsync")
+        assert copies == 2 * apart * len(rule_of(op).in_place & call.want.keys())
+
+
+@every_room
+def test_a_capture_finds_everything_made_or_says_so(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a stream is captured, an allocation would end the capture, and an upload would be
+    captured instead of made.
+    """
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    machine.capturing = True
+    before = len(machine.done)
+    ready.fill()
+    ready.enqueue()
+    assert not [name for name in machine.done[before:] if name.startswith("cuMem")]
+    made = [n for n in machine.done[:before] if n in ("cuMemcpyHtoDAsync", "cuMemsetD8Async")]
+    if made:
+        fresh = Ready(machine, call, apart=False)
+        with pytest.raises(EngineError, match="must run once with these addresses"):
+            fresh.enqueue()
+
+
+def test_the_same_sizes_told_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT may call on_shape_change again while a stream is captured."""
+    op = OPS[0]
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    machine.capturing = True
+    before = len(machine.done)
+    ready.plugin.on_shape_change(ready.ins, ready.outs)
+    ready.enqueue()
+    assert not [name for name in machine.done[before:] if name.startswith("cuMem")]
+
+
+def test_nothing_is_launched_while_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT times plugins on inputs whose values mean nothing."""
+    op = OPS[0]
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call_of(op, cases_of(op)[small(op)[0].values[1]]), apart=False)
+    trt.get_plugin_registry().creators.clear()
+    registered(ready.node)
+    ready.plugin = trt.made(ready.node)
+    ready.plugin.on_shape_change(ready.ins, ready.outs)
+    ready.enqueue()
+    assert not machine.done
+
+
+@pytest.mark.parametrize("mask", [-1, 7])
+def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
+    """A prefill's embedding has as many rows as ids; a drafter's has a fixed number of rows."""
+    rows, ids = (40, 40) if mask < 0 else (16, 1)
+    ports = {
+        "table": Shaped(DType.BF16, (99, 64)),
+        "ids": Shaped(DType.I32, (ids,)),
+        "rows": Shaped(DType.BF16, (rows, 64)),
+    }
+    node = describe(Site(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
+    told = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
+    assert told == {"rows": ("T" if mask < 0 else 16, 64)}
+    assert parse("embed", node.fields()) == node
+
+
+def test_a_plugin_frees_what_it_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS[0]
+    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
+    machine = Emulated(monkeypatch, THOR)
+    ready = Ready(machine, call, apart=False)
+    ready.fill()
+    ready.enqueue()
+    made = [n for n in machine.done if n in ("cuMemcpyHtoDAsync", "cuMemsetD8Async")]
+    assert made
+    assert ready.plugin.nbytes > 0
+    ready.plugin.destroy()
+    ready.plugin.destroy()
+    assert machine.done.count("cuMemFree") == len(made)
+    assert ready.plugin.nbytes == 0

@@ -1,0 +1,288 @@
+"""The laws of the loop, bit for bit, on a real engine: speculation changes how fast, never what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
+
+from thor_dflash.core.errors import TransactionError
+from thor_dflash.runtime.decoding.block import Block
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.sequence_state import Snapshot, State
+from thor_dflash.runtime.session.session import Request, Session
+
+GEOMETRIES = ("0.8b", "4b", "27b", "heads27b", "narrow")
+LAWFUL = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def plain(s: Session, request: Request) -> list[int]:
+    return answer(s, request, Nobody())
+
+
+ONE = Request(prompt=prompt(40, seed=1), max_tokens=70)
+
+
+@cache
+def truth_of(geometry: str) -> tuple[int, ...]:
+    """The plain answer to ONE, decoded once; the answer with every drafter must equal it."""
+    return tuple(plain(session(geometry), ONE))
+
+
+def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
+    rng = np.random.default_rng(seed)
+    return {
+        "dead": DEAD,
+        "hostile": hostile(truth),
+        "oracle": oracle(truth),
+        "real": Dflash(),
+        "erring": erring(truth, 0.15, seed),
+        "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["dead", "random", "hostile", "oracle", "erring", "real"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_any_drafter_gives_the_plain_answer(geometry: str, kind: str) -> None:
+    truth = list(truth_of(geometry))
+    assert answer(session(geometry), ONE, drafter(kind, truth, 5)) == truth
+    assert len(set(truth)) > 5, "a model that repeats itself shows nothing"
+
+
+@LAWFUL
+@given(
+    length=st.integers(1, 130),
+    tokens=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    rate=st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]),
+)
+def test_any_prompt_and_any_drafter(length: int, tokens: int, seed: int, rate: float) -> None:
+    s = session()
+    request = Request(prompt=prompt(length, seed), max_tokens=tokens)
+    truth = plain(s, request)
+    assert len(truth) == tokens
+    assert answer(s, request, erring(truth, rate, seed)) == truth
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_an_oracle_gives_a_full_block_a_cycle(geometry: str) -> None:
+    s = session(geometry)
+    request = Request(prompt=prompt(40, seed=1), max_tokens=64)
+    truth = plain(s, request)
+    answer(s, request, oracle([*truth, *[0] * 16]))
+    assert s.report().spec.accept_hist == (0,) * 15 + (4,)
+
+
+def test_the_same_request_after_any_other() -> None:
+    s = session()
+    request = Request(prompt=prompt(50, seed=2), max_tokens=30)
+    first = answer(s, request, Dflash())
+    for seed, length in ((3, 1), (4, 200), (5, 33)):
+        answer(s, Request(prompt=prompt(length, seed), max_tokens=40), Dflash())
+        assert answer(s, request, Dflash()) == first
+
+
+def test_a_broken_request_does_not_poison_the_next() -> None:
+    s = session()
+    request = Request(prompt=prompt(50, seed=2), max_tokens=20)
+    first = answer(s, request, Dflash())
+    for tensor in s.model.state.tensors.values():
+        s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
+    assert answer(s, request, Dflash()) == first
+
+
+def bits(snapshot: Snapshot) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in snapshot.arrays.items()}
+
+
+def started(s: Session, length: int = 40) -> list[int]:
+    """Leave the state in the middle of an answer; return the prompt's tokens and the answer's."""
+    answers = s.run(Request(prompt=prompt(length, 7), max_tokens=60), DEAD)
+    tokens: list[int] = []
+    for chunk in answers:
+        tokens += chunk.tokens
+        if len(tokens) >= 10:
+            break
+    answers.close()
+    return [*prompt(length, 7), *tokens]
+
+
+def commit(s: Session, tokens: list[int], count: int) -> None:
+    s.model.write_tokens(tokens)
+    s.model.verify()
+    s.model.state.commit(count)
+
+
+def test_a_restored_snapshot_says_what_the_drafter_never_saw() -> None:
+    s = session()
+    state = s.model.state
+    answers = s.run(Request(prompt=prompt(40, 7), max_tokens=60), Nobody())
+    while not next(answers).tokens:
+        pass
+    answers.close()
+    unseen, here = state.first, state.snapshot()
+    assert unseen == state.length
+    state.reset()
+    assert state.first == 0
+    state.restore(here)
+    assert state.first == unseen
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("count", range(1, 17))
+def test_fold_of_n_rows_is_n_folds_of_one(geometry: str, count: int) -> None:
+    s = session(geometry)
+    rows = list(prompt(16, seed=11))
+    after = [*prompt(16, seed=12)]
+    started(s)
+    here = s.model.state.snapshot()
+    commit(s, rows, count)
+    commit(s, after, 1)
+    whole = s.model.state.snapshot()
+    s.model.state.restore(here)
+    for i in range(count):
+        commit(s, rows[i:], 1)
+    commit(s, after, 1)
+    single = s.model.state.snapshot()
+    for name in whole.arrays:
+        if name.endswith((".state", ".tail")) or name.startswith("attention."):
+            assert np.array_equal(whole.arrays[name], single.arrays[name]), name
+
+
+def test_saving_records_or_states_gives_the_same_answer() -> None:
+    request = Request(prompt=prompt(45, seed=8), max_tokens=50)
+    truth = plain(session(), request)
+    assert answer(session(saves="states"), request, erring(truth, 0.2, 1)) == truth
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_dropped_step_leaves_the_state(geometry: str) -> None:
+    s = session(geometry)
+    started(s)
+    here = s.model.state.snapshot()
+    commit(s, list(prompt(16, seed=11)), 5)
+    want = s.model.state.snapshot()
+    s.model.verify()
+    want_logits = s.model.read("logits")
+    s.model.state.restore(here)
+    for seed in (20, 21):
+        s.model.write_tokens(prompt(16, seed))
+        s.model.verify()
+    commit(s, list(prompt(16, seed=11)), 5)
+    got = s.model.state.snapshot()
+    assert (got.length, got.accepted) == (want.length, want.accepted)
+    s.model.verify()
+    assert np.array_equal(s.model.read("logits"), want_logits)
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 90])
+def test_a_restored_snapshot_goes_on_like_the_original(length: int) -> None:
+    s = session()
+    started(s, length)
+    here = s.model.state.snapshot()
+    commit(s, list(prompt(16, seed=11)), 7)
+    commit(s, list(prompt(16, seed=12)), 16)
+    want = bits(s.model.state.snapshot())
+    answer(s, Request(prompt=prompt(100, 9), max_tokens=30), Dflash())
+    s.model.state.restore(here)
+    commit(s, list(prompt(16, seed=11)), 7)
+    commit(s, list(prompt(16, seed=12)), 16)
+    got = bits(s.model.state.snapshot())
+    same = [n for n in want if not n.startswith("drafter.")]
+    assert [n for n in same if got[n] != want[n]] == []
+
+
+def test_a_closed_iterator_needs_no_undo() -> None:
+    s = session()
+    request = Request(prompt=prompt(40, 1), max_tokens=40)
+    truth = plain(s, request)
+    answers = s.run(request, Dflash())
+    next(answers)
+    answers.close()
+    assert answer(s, request, Dflash()) == truth
+    assert s.report().finish == "length"
+
+
+def test_one_wait_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = session()
+    engine, reads = s.model.engine, []
+    read = type(engine).read
+    monkeypatch.setattr(type(engine), "read", lambda *a, **k: reads.append(1) or read(*a, **k))
+    answer(s, Request(prompt=prompt(40, 1), max_tokens=30), Dflash())
+    # Besides, one for each of the prompt's two chunks: a cancel must not wait for queued chunks.
+    assert len(reads) == s.report().spec.cycles + 2
+
+
+@pytest.mark.parametrize(("rows", "count"), [(0, 1), (16, 0), (16, 17)])
+def test_commit_must_follow_a_verify(rows: int, count: int) -> None:
+    s = session()
+    started(s)
+    if rows:
+        s.model.verify()
+    with pytest.raises(TransactionError, match=rf"must be 1..{rows} .* \(got {count}\)"):
+        s.model.state.commit(count)
+
+
+def test_a_restored_state_has_no_rows_to_commit() -> None:
+    s = session()
+    started(s)
+    here = s.model.state.snapshot()
+    s.model.verify()
+    s.model.state.restore(here)
+    with pytest.raises(TransactionError, match=r"must be 1..0 of the last verify \(got 1\)"):
+        s.model.state.commit(1)
+
+
+@pytest.mark.parametrize("again", [State.reset, State.restore])
+def test_a_failed_step_must_be_reset_or_restored(
+    again: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = session()
+    started(s)
+    before = (s.model.state.snapshot(),) if again == State.restore else ()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(s.model.engine), "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            s.model.verify()
+    with pytest.raises(TransactionError, match="must follow a finished one"):
+        s.model.step(Block(cap=1), (), (), ())
+    again(s.model.state, *before)
+    s.model.verify()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_fold_of_no_rows_changes_nothing(geometry: str) -> None:
+    s = session(geometry)
+    started(s)
+    commit(s, list(prompt(16, seed=11)), 5)
+    s.model.verify()  # folds the 5
+    folded = bits(s.model.state.snapshot())
+    assert s.model.state.accepted == 0
+    s.model.verify()
+    again = bits(s.model.state.snapshot())
+    for name in folded:
+        if name.endswith((".state", ".tail")):
+            assert folded[name] == again[name], name
+
+
+@pytest.mark.parametrize(
+    ("geometry", "block", "chunk", "kv"),
+    [("27b", 2, 1, "f32"), ("4b", 5, 7, "bf16"), ("4b", 7, 5, "f32"), ("27b", 8, 64, "fp8"),
+     ("27b", 16, 48, "fp8")],
+)  # fmt: skip
+def test_any_block_chunk_and_cache(
+    geometry: str, block: int, chunk: int, kv: Literal["f32", "bf16", "fp8"]
+) -> None:
+    s = session(geometry, block=block, chunk=chunk, kv=kv)
+    request = Request(prompt=prompt(45, seed=8), max_tokens=40)
+    truth = plain(s, request)
+    for proposer in (Dflash(), erring(truth, 0.2, 1, rows=block), oracle(truth, rows=block)):
+        assert answer(s, request, proposer) == truth

@@ -1,0 +1,192 @@
+"""Packages with prefill steps of several sizes: whichever is chosen, the answers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from support.loop_models import answer, prompt
+
+from thor_dflash.builders.build import build
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.engines.ort import OrtEngine
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.session.session import Request, Session, open_session
+
+SIZES = (32, 8, 100)
+LONG = prompt(300, 5)
+
+
+def written(root: Path, **config: object) -> Path:
+    g = GEOMETRIES["27b"]
+    write_target(root / "target", g, 3)
+    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    wanted = BuildConfig(chunk=32, capacity=384, **config)  # type: ignore[arg-type]
+    build(root / "target", root / "drafter", root / "package", wanted, Silent())
+    return root / "package"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("chunks"), chunks=(8, 100), widths=(8,))
+
+
+@pytest.fixture(scope="module")
+def every(package: Path) -> Session:
+    return open_session(package, EngineConfig(threads=1), Silent(), choose=True)
+
+
+def test_every_size_gives_the_same_tokens(every: Session) -> None:
+    request = Request(prompt=LONG[:207], max_tokens=40)
+    assert every.model.chunks == SIZES
+    told: list[list[int]] = []
+    for size in SIZES:
+        every.model.chunk = size
+        assert answer(every, request, Dflash()) == answer(every, request, Nobody())
+        chunks = list(every.run(request, Nobody()))
+        told.append([token for chunk in chunks for token in chunk.tokens])
+        done = [chunk.prompt_done for chunk in chunks if chunk.prompt_done]
+        assert done == [*range(size, 206, size), 206], size
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 99, 100, 101, 107, 108, 109, 200, 233])
+def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
+    every: Session, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    model = every.model
+    model.chunk, every.prefixes = 100, Prefixes(model)
+    names = {id(graph): name for name, graph in model.graphs.items()}
+    ran: list[str] = []
+    run = OrtEngine.run
+
+    def seen(engine: OrtEngine, calls: Sequence[Call]) -> None:
+        ran.extend(names[id(call.graph)] for call in calls)
+        run(engine, calls)
+
+    monkeypatch.setattr(OrtEngine, "run", seen)
+    request = Request(prompt=LONG[: length + 1], max_tokens=1)
+    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    rest = length % 100
+    assert rows == [100] * (length // 100) + [n for n in (8, 32, 100) if n >= rest][:1] * (rest > 0)
+    for step in ("prefill", "observe_chunk"):
+        assert [name for name in ran if name.startswith(step)] == [
+            model.sized(step, n) for n in rows
+        ]
+
+
+def test_no_step_is_larger_than_the_chosen_size(every: Session) -> None:
+    every.model.chunk, every.prefixes = 32, Prefixes(every.model)
+    assert every.model.step_sizes == (8, 32)
+    request = Request(prompt=LONG[:74], max_tokens=1)
+    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    assert rows == [32, 32, 32], "9 are left"
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rows_the_drafter_has_yet_to_take_in_are_read_in_steps_of_these_sizes(
+    every: Session, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    model = every.model
+    model.chunk = 32
+
+    def committed(late: bool) -> dict[str, bytes]:
+        model.state.reset()
+        model.prefill(LONG[:20], observe=True)
+        for block in range(blocks):
+            model.write_tokens(LONG[20 + 16 * block : 36 + 16 * block])
+            model.verify()
+            if not late:
+                model.engine.run([model.call("observe")])
+            model.state.commit(13)
+            if late:
+                model.hold(13)
+        shown.clear()
+        model.catch_up()
+        return {n: a.tobytes() for n, a in model.state.snapshot().arrays.items() if "drafter" in n}
+
+    shown: list[int] = []
+    call = model.call
+
+    def seen(name: str, rows: int = 0) -> Call:
+        shown.extend([rows] * (name == "observe_chunk"))
+        return call(name, rows)
+
+    monkeypatch.setattr(model, "call", seen)
+    eager = committed(late=False)
+    assert not shown
+    assert committed(late=True) == eager
+    assert shown == {1: [32], 3: [32, 8]}[blocks]
+
+
+def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
+    """With a full context, the padding rows that a prefill step writes past the end of the prompt
+    must not overwrite a row that is still visible.
+    """
+    limit = every.model.limit
+    request = Request(prompt=prompt(limit - 60, 6), max_tokens=60)
+    told: list[tuple[object, object]] = []
+    for size in SIZES:
+        every.model.chunk = size
+        told.append((answer(every, request, Dflash()), every.report().spec))
+    assert told[0] == told[1] == told[2]
+    for name, tensor in every.model.state.tensors.items():
+        if name.startswith("attention."):
+            assert tensor.spec.at({})[1] >= limit + max(SIZES), name
+    for i, layer in enumerate(every.manifest.drafter.layers if every.manifest.drafter else ()):
+        rows = every.model.state.tensors[f"drafter.{i}.k"].spec.at({})[1]
+        assert rows == (min(layer.window, limit) if layer.window else limit) + max(SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, size: int) -> None:
+    every.model.chunk = size
+    every.prefixes = Prefixes(every.model)
+    request = Request(prompt=LONG[:290], max_tokens=24)
+    truth, spec = answer(every, request, Dflash()), every.report().spec
+    put = every.prefixes.put("skills", LONG[:250])
+    assert put
+    assert put.held == 249 // size * size
+    assert answer(every, request, Dflash()) == truth
+    assert every.report().cached_tokens == put.held
+    assert every.report().spec == spec, "the rings are the same, too"
+
+
+def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: Path) -> None:
+    every.model.chunk = 32
+    every.prefixes = Prefixes(every.model)
+    every.prefixes.put("skills", LONG[:250])
+    every.prefixes.save("skills", tmp_path / "p")
+    every.model.chunk = 8
+    with pytest.raises(
+        PackageError, match=r"must be written with prefill steps of 8 tokens \(got 32\); put"
+    ):
+        every.prefixes.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize("block", [0, 8])
+def test_sizes_above_the_one_asked_for_are_loaded_only_for_a_choice(
+    package: Path, block: int
+) -> None:
+    for asked, found in ((0, (32, 8)), (8, (8,)), (100, (100, 32, 8))):
+        config = EngineConfig(threads=1, chunk=asked, block=block)
+        s = open_session(package, config, Silent(), choose=asked > 0)
+        assert s.model.chunks == found
+        chunks = [c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), Dflash())]
+        assert chunks[0] == found[0]
+    with pytest.raises(ConfigError, match=r"engine.chunk must be 8 or 32 or 100, .* \(got 16\)"):
+        open_session(package, EngineConfig(chunk=16), Silent())
+
+
+def test_bad_step_sizes_are_refused_by_the_build(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"build.chunks must be <= \d+, .* \(got 99999999\)"):
+        written(tmp_path, chunks=(99999999,))
+    for wrong in ((8, 8), (0,)):
+        with pytest.raises(ConfigError, match="build.chunks must be >= 1, each once"):
+            BuildConfig(chunks=wrong)

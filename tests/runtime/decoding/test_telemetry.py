@@ -1,0 +1,152 @@
+"""What the meter of a request reports. Most tests give it made-up blocks, or a clock that stands
+still.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+from support.loop_models import prompt
+from support.thinking_models import after, first_seen, oracle, thinker
+
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.decoding.block import Block, Limit, Phase, Progress, Reason
+from thor_dflash.runtime.decoding.loop import Plan, decode
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.text.thinking import Marks
+
+
+@dataclass
+class Clock:
+    """Stands in for time.perf_counter and shows `now`, which only the test moves."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    it = Clock()
+    monkeypatch.setattr(time, "perf_counter", it)
+    return it
+
+
+def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
+    meter = Meter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
+    clock.now += 2
+    meter.prompt_done()
+    clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
+    report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0, "observe": 1.0})
+    assert report.timings.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
+    assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
+
+
+def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
+    meter = Meter(16, {}, start=clock())
+    clock.now += 2
+    meter.prompt_done()
+    for seconds, count, phase in ((1, 4, "thinking"), (2, 3, "thinking"), (5, 1, "answer")):
+        clock.now += seconds
+        record = Record(count, -1, 0, count, 0, tokens=(5,) * count, choices=(5,) * 16)
+        meter.cycle(Block(cap=count, phase=phase), record, count, 15)  # type: ignore[arg-type]
+    report = meter.report("stop", 8, {})
+    assert (report.timings.prefill_ms, report.timings.ttft_ms) == (2000, 3000)
+    assert {name: part.ms for name, part in report.phases.items()} == {
+        "thinking": 3000,
+        "answer": 5000,
+    }
+    assert report.timings.tok_s == pytest.approx(1.0)
+    assert report.spec.accept_len == pytest.approx(8 / 3)
+
+
+def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
+    meter, record = Meter(8, {}), Record(1, -1, 0, 0, 0, tokens=(5,), choices=(5,) * 8)
+    capped, gated = Reason("capped", "budget"), Reason("gated", "gate")
+    for reason in (capped, capped, gated, capped):
+        meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, 0)
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in meter.report("stop", 4, {}).notes]
+    assert notes == [
+        ("capped", "budget", 0, 2),
+        ("gated", "gate", 2, 1),
+        ("capped", "budget", 3, 1),
+    ]
+
+
+def test_a_request_that_ends_while_its_prompt_is_read_has_no_time_but_that(clock: Clock) -> None:
+    meter = Meter(16, {}, start=clock())
+    clock.now += 2
+    times = meter.report("cancelled", 0, {}).timings
+    assert (times.prefill_ms, times.ttft_ms, times.decode_ms, times.e2e_ms) == (2000, 0, 0, 2000)
+    assert times.tok_s == 0
+
+
+@pytest.mark.parametrize(
+    ("forced", "count", "agreed", "drafted", "want"),
+    [
+        # Drafts only, at most one in each row but the first. In turn: fewer are committed than
+        # agreed, all are committed, one disagreed, fewer than the block can hold were drafted.
+        ((), 3, 7, 7, (7, (1, 1, 1, 0, 0, 0, 0), 0)),
+        ((), 8, 7, 7, (7, (1, 1, 1, 1, 1, 1, 1), 0)),
+        ((), 3, 2, 7, (7, (1, 1, 0, 0, 0, 0, 0), 0)),
+        ((), 3, 7, 2, (2, (1, 1, 0, 0, 0, 0, 0), 0)),
+        # A forced id takes the place of a draft. It is counted as forced if it was committed.
+        ((9, 9, 9), 2, 7, 7, (4, (0, 0, 0, 0, 0, 0, 0), 2)),
+        ((-1, 9, -1, 9), 3, 7, 7, (5, (1, 0, 1, 0, 0, 0, 0), 1)),
+    ],
+)
+def test_what_a_block_counts_for(
+    forced: tuple[int, ...],
+    count: int,
+    agreed: int,
+    drafted: int,
+    want: tuple[int, tuple[int, ...], int],
+) -> None:
+    meter = Meter(8, {})
+    record = Record(count, -1, 0, agreed, 0, tokens=(5,) * count, choices=(5,) * 8)
+    meter.cycle(Block(cap=count, forced=forced), record, count, drafted)
+    report = meter.report("length", count, {})
+    spec, part = report.spec, report.phases["answer"]
+    assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
+    assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
+    assert part.committed == count == spec.accept_hist.index(1) + 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "forced", "softened", "want"),
+    [
+        ("closing", (5, 6), 0, "hard"),
+        ("thinking", (), 0, "natural"),
+        ("thinking", (), 1, "soft"),
+        # Ids that a grammar forces after the closing mark, in the same block, did not close it.
+        ("thinking", (-1, -1, 5, 6), 0, "natural"),
+        ("thinking", (-1, -1, 5, 6), 1, "soft"),
+    ],
+)
+def test_how_thinking_closed(
+    phase: Phase, forced: tuple[int, ...], softened: int, want: str
+) -> None:
+    meter, record = Meter(8, {}), Record(4, -1, 0, 3, softened, tokens=(5,) * 4, choices=(5,) * 8)
+    meter.closed(Block(cap=8, phase=phase, forced=forced), record)
+    assert meter.report("length", 4, {}).close == want
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) -> None:
+    """An answer may open its thinking itself. If one block opens and ends it, no block begins
+    inside thinking, so that the report has no such phase, but it must still say how it closed.
+    """
+    asked, model = prompt(24, 1), thinker().model
+    truth = after(asked, 20)
+    marks = Marks(truth[0], truth[first_seen(truth, 3)])
+    who = oracle(truth) if drafted else Nobody()
+    limit = (Limit(20),)
+    plan = Plan(prompt=asked, max_tokens=20, stop=(), proposer=who, policies=limit, marks=marks)
+    progress, meter = Progress(asked, marks), Meter(16, model.engine.busy())
+    assert [t for chunk in decode(model, plan, progress, meter) for t in chunk.tokens] == truth
+    report = meter.report("length", 20, model.engine.busy())
+    assert (report.close, "thinking" in report.phases) == ("natural", not drafted)

@@ -1,0 +1,324 @@
+"""Outputs that only the host reads are copied to it while the rest of a step still runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_ins.fake_driver import MS, Fake, fake
+from support.planner_nano import package, request
+
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Handed
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session.session import open_session
+
+READ = [1, 1]
+"""What a read after waiting for the whole step finds: the fake's memory holds ones."""
+
+
+class Handing(Board):
+    """A board whose runs copy 100 + their number to the host, while the fake device holds ones."""
+
+    def __init__(self) -> None:
+        super().__init__(Driver(), told=True)
+        self.runs = 0
+        self.waits = 0
+        """How often all work was waited for."""
+        synchronize = self._driver.synchronize
+
+        def counted() -> None:
+            self.waits += 1
+            synchronize()
+
+        self._driver.synchronize = counted  # type: ignore[method-assign]
+
+    def _capture(self, calls: Sequence[Call]) -> Captured:
+        handover = self._handover(calls)
+        copies = {copy.device: copy for copy in handover.copies} if handover else {}
+
+        def start() -> None:
+            self.runs += 1
+            for copy in copies.values():
+                numbers = np.full(copy.nbytes // 4, 100 + self.runs, np.int32)
+                ctypes.memmove(copy.host, numbers.ctypes.data, copy.nbytes)
+
+        return Captured("it", self._driver, start, Handed("event", copies) if copies else None)
+
+    def ready(self, *calls: Call) -> None:
+        self._take_turns([(call, ()) for call in calls])
+        self._allocate(self._count_tensors())
+
+
+def call(name: str, reads: dict[str, Any], writes: dict[str, Any]) -> Call:
+    return Call(SimpleNamespace(name=name), reads, writes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return fake(monkeypatch)
+
+
+class Loop:
+    """Two calls: accept makes a record and rows from a number that the host writes, observe reads
+    the rows. `by`: observe also reads the record ("read") or makes it ("made").
+    """
+
+    def __init__(self, *, by: str = "") -> None:
+        self.board = board = Handing()
+        self.length, self.record, self.rows = (
+            board.empty(TensorSpec(name, DType.I32, (2,)), {}) for name in ("n", "record", "rows")
+        )
+        reads = {"rows": self.rows} | ({"record": self.record} if by == "read" else {})
+        writes = {"record": self.record} if by == "made" else {}
+        self.accept = call("accept", {"n": self.length}, {"record": self.record, "r": self.rows})
+        self.observe = call("observe", reads, writes)
+        board.ready(self.accept, self.observe)
+
+    def run(self) -> None:
+        self.board.run([self.accept, self.observe])
+
+    def read(self, tensor: CudaTensor | None = None) -> list[int]:
+        return self.board.read(tensor or self.record).tolist()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_record_is_there_before_the_step_has_ended() -> None:
+    it = Loop()
+    for run in range(1, 4):
+        it.run()
+        assert it.read() == it.read() == [100 + run] * 2
+    assert it.board.waits == 0
+
+
+@pytest.mark.usefixtures("device")
+def test_what_was_read_stays_while_the_next_step_writes() -> None:
+    it = Loop()
+    it.run()
+    first = it.board.read(it.record)
+    it.run()
+    assert (first.tolist(), it.read()) == ([101] * 2, [102] * 2)
+
+
+@pytest.mark.usefixtures("device")
+def test_reading_anything_else_waits_for_everything() -> None:
+    it = Loop()
+    it.run()
+    assert it.read(cuda(it.rows)) == READ
+    assert it.board.waits == 1
+    assert it.board.read(it.record, (1,)).tolist() == [1]
+    assert it.board.waits == 2
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("by", ["read", "made"])
+def test_what_the_last_call_reads_or_makes_is_not_handed_over(by: str) -> None:
+    it = Loop(by=by)
+    it.run()
+    assert it.read() == READ
+    assert it.board.waits == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_a_step_of_one_call_hands_nothing_over() -> None:
+    it = Loop()
+    it.board.run([it.accept])
+    assert it.read() == READ
+
+
+@pytest.mark.usefixtures("device")
+def test_what_was_handed_over_does_not_outlive_its_run() -> None:
+    it = Loop()
+    for change in (
+        lambda: it.board.run([it.accept]),
+        lambda: it.board.write(it.record, np.array([5, 6])),
+        lambda: it.board.write(it.record, np.array([5])),
+        lambda: it.board.clear(it.record),
+    ):
+        it.run()
+        change()
+        waits = it.board.waits
+        assert it.read() == READ
+        assert it.board.waits == waits + 1
+    it.run()
+    it.board.write(it.length, np.array([5, 6]))
+    assert it.read() == [100 + it.board.runs] * 2
+
+
+@pytest.mark.usefixtures("device")
+def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked() -> None:
+    it = Loop()
+    for run in range(1, 4):
+        it.run()
+        it.read()
+        if run == 2:  # the time of the run still going on is not known yet
+            assert it.board._runs.seconds == {}
+    assert it.board.waits == 0
+    assert it.board.busy() == {"it": pytest.approx(3 * MS / 1e3)}
+    assert it.board.waits == 1
+    assert it.board.busy() == {"it": pytest.approx(3 * MS / 1e3)}
+    assert it.board.waits == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_the_time_of_each_run_can_be_noted() -> None:
+    it = Loop()
+    it.run()
+    it.read()
+    it.board.busy()
+    each = it.board.note()
+    for _ in range(3):
+        it.run()
+        it.read()
+    it.board.busy()
+    assert each == pytest.approx([MS / 1e3] * 3)
+
+
+@pytest.mark.usefixtures("device")
+def test_the_rings_memory_is_free_again_when_a_record_has_come() -> None:
+    it = Loop()
+    busy = it.board._ring._busy
+    for n in range(1, 6):
+        it.board.write(it.length, np.array([n, n]))
+        it.run()
+        assert len(busy) == 1
+        it.read()
+        assert busy == []
+    it.run()
+    it.board._ring.send(
+        1 << 41, np.zeros(64, np.uint8)
+    )  # behind the step, which may not have begun
+    it.read()
+    assert len(busy) == 1
+    it.board.read(it.rows)
+    assert busy == []
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("handover") / "nano", engine="cuda")
+
+
+def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list of the driver calls below that are made from now on, in order."""
+    seen: list[str] = []
+
+    def note(name: str) -> None:
+        original = getattr(device, name)
+
+        def told(*arguments: Any) -> Any:
+            seen.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(device, name, told)
+
+    for name in ("cuLaunchKernelEx", "cuMemcpyDtoHAsync", "cuStreamWaitEvent", "cuGraphLaunch",
+                 "cuEventRecordWithFlags", "cuEventSynchronize", "cuStreamSynchronize",
+                 "cuStreamEndCapture"):  # fmt: skip
+        note(name)
+    return seen
+
+
+def test_a_record_is_copied_while_the_rows_are_observed(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        engine, steps = s.model.engine, ("propose", "verify", "accept", "observe")
+        calls = [s.model.call(name) for name in steps]
+        seen = noted(device, monkeypatch)
+        engine.run(calls)
+        launch = "cuLaunchKernelEx"
+        until = sum(engine.launches([one]) for one in calls[:3])  # type: ignore[attr-defined]
+        after = engine.launches(calls[3:])  # type: ignore[attr-defined]
+        assert seen == [
+            *[launch] * until,
+            "cuStreamWaitEvent", "cuMemcpyDtoHAsync", "cuEventRecordWithFlags",
+            *[launch] * after,
+            "cuStreamWaitEvent", "cuStreamEndCapture", "cuGraphLaunch",
+        ]  # fmt: skip
+        seen.clear()
+        for _ in range(3):
+            engine.run(calls)
+            assert s.model.read("record").tolist() == [1] * 37
+        assert seen == ["cuGraphLaunch", "cuEventSynchronize"] * 3
+
+
+def test_no_cycle_is_waited_for_to_its_end(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        chunks = (chunk for chunk in s.run(request(s, 0, 9), Dflash()) if chunk.tokens)
+        next(chunks)
+        seen = noted(device, monkeypatch)
+        for _ in range(8):
+            next(chunks)
+        assert seen == ["cuGraphLaunch", "cuEventSynchronize"] * 8
+        assert next(chunks, None) is None
+        assert seen[16:] == ["cuStreamSynchronize"]
+        assert s.report().timings.phases_ms["propose+verify+accept+observe"] == pytest.approx(
+            9 * MS
+        )
+
+
+def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
+    made: Path, device: Fake
+) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        engine = s.model.engine
+        calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
+        excerpt = engine.excerpt(calls, lambda _: True)  # type: ignore[attr-defined]
+        assert excerpt.handed is None
+        engine.run(calls)
+        assert engine._runs.latest is not None  # type: ignore[attr-defined]
+        excerpt.run()
+        assert engine._runs.latest is None  # type: ignore[attr-defined]
+
+
+def test_without_graphs_everything_is_waited_for(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
+        calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
+        seen = noted(device, monkeypatch)
+        s.model.engine.run(calls)
+        assert s.model.read("record").tolist() == [1] * 37
+        assert seen[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
+        assert set(seen[:-2]) == {"cuLaunchKernelEx"}
+
+
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
+def test_an_interrupt_does_not_leave_the_stream_capturing(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """CUDA would refuse every later wait for a stream that is."""
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        calls = [s.model.call(step) for step in ("propose", "verify", "accept", "observe")]
+        original = getattr(device, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            monkeypatch.setattr(device, name, original)
+            if name != "cuStreamEndCapture":
+                original(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(device, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            s.model.engine.run(calls)
+        assert device.cuStreamIsCapturing(0) == (0, 0)
+        s.model.engine.run(calls)
+        assert s.model.read("record").tolist() == [1] * 37

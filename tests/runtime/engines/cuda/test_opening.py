@@ -1,0 +1,106 @@
+"""An engine that cannot be opened reports why, and releases its context."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_ins.fake_driver import OK, Fake, fake
+from support.planner_nano import package
+
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.runtime.engines.cuda import weight_loader
+from thor_dflash.runtime.session.session import open_session
+
+CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
+
+
+def code(name: str) -> Any:
+    return type("Status", (int,), {"name": name})(2)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = fake(monkeypatch)
+    made.cuGetErrorString = lambda _: (OK, b"the driver's words")  # type: ignore[attr-defined]
+    return made
+
+
+def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
+    """A list that grows with each call of a driver function from now on."""
+    calls: list[str] = []
+    inner: Callable[..., Any] = getattr(device, name)
+
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return inner(*arguments)
+
+    patch.setattr(device, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("status", CODES)
+@pytest.mark.parametrize(("name", "good"), [("cuCtxSetCurrent", 0), ("cuStreamCreate", 0),
+                                            ("cuStreamCreate", 1)])  # fmt: skip
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_driver_that_cannot_start_releases_its_context(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, shared: bool, name: str, good: int, status: str
+) -> None:
+    given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
+    answers = itertools.chain([(OK, 1)] * good, itertools.repeat((code(status),)))
+
+    def answer(*_: object) -> Any:
+        return next(answers)
+
+    monkeypatch.setattr(device, name, answer)
+    device.cuStreamDestroy = lambda _: (OK,)  # type: ignore[attr-defined]
+    streams = counted(monkeypatch, device, "cuStreamDestroy")
+    with pytest.raises(CODES[status], match=f"{name} must succeed"):
+        Driver(shared=shared)
+    assert len(given) == 1
+    assert len(streams) == (good if shared else 0)
+
+
+@pytest.mark.parametrize("status", CODES)
+def test_an_error_in_a_thread_that_reads_weights_is_reported(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
+) -> None:
+    built = package(tmp_path / "nano", engine="cuda")
+    enter = device.cuCtxSetCurrent
+    destroyed = counted(monkeypatch, device, "cuCtxDestroy")
+    main = threading.current_thread()
+
+    def refuse(context: int) -> Any:
+        return enter(context) if threading.current_thread() is main else (code(status),)
+
+    device.cuCtxSetCurrent = refuse  # type: ignore[method-assign]
+    with pytest.raises(CODES[status]):
+        open_session(built, EngineConfig(), Silent())
+    assert len(destroyed) == device.contexts
+
+
+def test_a_directory_of_kernels_in_an_unknown_home_or_without_a_name_is_refused(
+    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = package(tmp_path / "nano", engine="cuda")
+    destroyed = counted(monkeypatch, device, "cuCtxDestroy")
+    for given, said in (("~nobody-of-this-name/cubins", r"begin with a home .*\(got ~nobody-"),
+                        ("", r"be a directory \(got an empty name\)")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"engine.cubins must {said}"):
+            open_session(built, EngineConfig(cubins=given), Silent())
+    assert len(destroyed) == device.contexts
+
+
+def test_a_weight_file_that_cannot_be_read_is_named() -> None:
+    # /proc/self/mem can be opened, but reading fails: nothing is mapped at address 0.
+    path = Path("/proc/self/mem")
+    with pytest.raises(PackageError, match=rf"^{path} must be readable \(got: Input/output error"):
+        weight_loader._read(path, 0, np.zeros(8, np.uint8))

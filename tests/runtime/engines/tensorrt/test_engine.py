@@ -1,0 +1,349 @@
+"""The TensorRT engine's checks, bindings and captures, with stand-ins of TensorRT and driver."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from contextlib import closing
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import tensorrt_module as trt
+from stand_ins.fake_driver import MEMORY, Fake, fake
+from support.planner_nano import package, request
+from support.trt_packages import made_of, planned, write
+
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import EngineError, PackageError
+from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest as package_manifest
+from thor_dflash.package import trt_engine as sidecar
+from thor_dflash.package.manifest import hash_file
+from thor_dflash.package.trt_engine import Plan
+from thor_dflash.plugins.contract import NEXT
+from thor_dflash.plugins.tensorrt.node import fingerprint
+from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
+from thor_dflash.runtime.session.session import Session, open_session
+
+HERE = Here(
+    tensorrt=trt.__version__,
+    device="Fake H100",
+    capability=(9, 0),
+    multiprocessors=132,
+    kernels=fingerprint(),
+)
+
+
+def rewrite(out: Path, **changes: Any) -> None:
+    """Change what the description of verify's engine says about where it was built."""
+    plan = sidecar.read(out, "verify")
+    card = out / f"verify{sidecar.ENDING}"
+    card.write_text(sidecar.render(replace(plan, made=replace(plan.made, **changes))))
+    found = package_manifest.read(out)
+    write(out, replace(found, files={**found.files, card.name: hash_file(card)}))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planned(package(tmp_path_factory.mktemp("trt") / "nano", engine="cuda"), HERE)
+
+
+@pytest.fixture
+def made(source: Path, tmp_path: Path) -> Path:
+    """A copy of the package that a test may change, except for the weights, which are links."""
+    out = tmp_path / "nano"
+    for path in source.rglob("*"):
+        if path.is_file():
+            to = out / path.relative_to(source)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.symlink_to(path) if path.suffix in (".bin", ".weights") else to.write_bytes(
+                path.read_bytes()
+            )
+    return out
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    trt.stand_in(monkeypatch)
+    return fake(monkeypatch)
+
+
+def cycles(s: Session, count: int) -> int:
+    """Number of cycles of a request; with this driver each commits one token."""
+    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
+
+
+def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        assert cycles(s, 9) == cycles(s, 9) == 9
+        captured, taken, launched = len(device.graphs), device.taken, count(device)
+        for _ in range(20):
+            cycles(s, 9)
+        assert (len(device.graphs), device.taken, count(device)) == (captured, taken, launched)
+        assert captured <= 8
+
+
+def count(device: Fake) -> int:
+    """Number of kernel launches so far."""
+    return device.calls.count("cuLaunchKernelEx")
+
+
+def test_it_captures_the_kernels_that_the_cuda_engine_captures(
+    made: Path, device: Fake, tmp_path: Path
+) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        cycles(s, 9)
+        ours = sorted(set(device.graphs))
+    device.graphs.clear()
+    other = package(tmp_path / "cuda", engine="cuda")
+    with closing(open_session(other, EngineConfig(), Silent())) as s:
+        cycles(s, 9)
+    assert ours == sorted(set(device.graphs))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_launches_overlap_only_if_the_engine_may(made: Path, device: Fake, overlap: bool) -> None:
+    early = device.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    with closing(open_session(made, EngineConfig(overlap=overlap), Silent())) as s:
+        cycles(s, 3)
+    assert any(early in attributes for attributes in device.launched) == overlap
+
+
+def contexts(s: Session) -> dict[Any, Any]:
+    """(id of a call, places of its states) -> execution context."""
+    engine: Any = s.model.engine
+    return dict(engine._contexts)
+
+
+def test_states_are_updated_in_place_or_swap_places(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        turned = 0
+        for (call, fronts), context in contexts(s).items():
+            plan, at = sidecar.read(made, context.engine.program.name), context._at
+            other = contexts(s)[call, tuple(1 - front for front in fronts)]._at
+            for name in (n for n in plan.outputs if n.removeprefix(NEXT) in plan.inputs):
+                state = name.removeprefix(NEXT)
+                assert (at[name] == at[state]) == (name in plan.in_place), name
+                assert (at[name], at[state]) in ((other[state], other[name]), (at[state],) * 2)
+                turned += at[name] != at[state]
+        assert turned > 0
+
+
+def test_each_step_reads_what_the_one_before_it_left(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
+        states: list[tuple[dict[str, int], dict[str, int]]] = []
+        for _ in range(3):
+            before = {id(c): c.ran for c in contexts(s).values()}
+            s.model.engine.run([s.model.call("verify")])
+            [ran] = [c for c in contexts(s).values() if c.ran > before[id(c)]]
+            names = [n for n in ran.engine.program.outputs if n.startswith(NEXT)]
+            states.append(
+                ({n: ran._at[n.removeprefix(NEXT)] for n in names}, {n: ran._at[n] for n in names})
+            )
+        for (_, left), (read, _) in itertools.pairwise(states):
+            assert read == left
+
+
+def test_all_engines_read_one_copy_of_a_weight(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        found: dict[str, set[int]] = {}
+        for context in contexts(s).values():
+            for name in sidecar.read(made, context.engine.program.name).weights:
+                found.setdefault(name, set()).add(context._at[name])
+        assert len(found) > 20
+        assert all(len(places) == 1 for places in found.values())
+        assert len(set.union(*found.values())) == len(found)
+
+
+def test_states_are_cleared_after_the_runs_before_a_capture(made: Path, device: Fake) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        last = len(device.calls) - device.calls[::-1].index("cuLaunchKernelEx")
+        engine: Any = s.model.engine
+        places = sum(len(tensor.places) for tensor in engine._tensors)
+        assert device.calls[last:].count("cuMemsetD8Async") == places
+
+
+def test_closing_leaves_room_for_the_next_engine(made: Path, device: Fake) -> None:
+    for _ in range(2):
+        with closing(open_session(made, EngineConfig(), Silent())) as s:
+            cycles(s, 3)
+            with pytest.raises(EngineError, match="registered once in a process"):
+                open_session(made, EngineConfig(), Silent())
+        assert not trt.get_plugin_registry().creators
+        assert device.alive == {}
+
+
+def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> None:
+    device.taken = MEMORY - (260 << 20)
+    with pytest.raises(EngineError, match="must fit"):
+        open_session(made, EngineConfig(), Silent())
+    assert not trt.get_plugin_registry().creators
+
+
+def test_weights_that_cannot_be_read_leave_no_memory_taken(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PackageError("a disk must be readable")
+
+    taken = device.taken
+    monkeypatch.setattr("thor_dflash.runtime.engines.cuda.weight_loader._read", fail)
+    with pytest.raises(PackageError, match="a disk must be readable"):
+        open_session(made, EngineConfig(), Silent())
+    assert device.alive == {}
+    assert device.taken == taken
+
+
+def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:
+    device.taken = MEMORY - (260 << 20)
+    with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
+        open_session(made, EngineConfig(), Silent())
+    assert "cuMemAlloc" not in device.calls
+
+
+def test_a_context_that_the_engine_was_not_built_for_is_refused(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt, "MOST", 512)
+    with pytest.raises(EngineError, match=r"attention\.\S+ must be .*set engine\.capacity to what"):
+        open_session(made, EngineConfig(), Silent())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tensorrt": "10.16.2.1"}, r"TensorRT must be 10.16.2.1, .*\(got 10.13.3.9\)"),
+        ({"capability": (11, 0)}, r"compute capability must be 11.0 \(got 9.0\)"),
+        ({"device": "Thor"}, r"the device must be Thor \(got Fake H100\)"),
+        ({"multiprocessors": 20}, r"20 multiprocessors \(got 132; a power mode"),
+        ({"kernels": "0" * 64}, r"the kernels of thor-dflash must be .* 000000000000 \(got"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_engine_of_another_build_or_machine_is_refused_with_advice(
+    made: Path, device: Fake, change: dict[str, Any], words: str
+) -> None:
+    rewrite(made, **change)
+    with pytest.raises(EngineError, match=f"verify: .*{words}.*; build the package here"):
+        open_session(made, EngineConfig(), Silent())
+
+
+def test_all_mismatches_are_reported_at_once() -> None:
+    plan = describe_any()
+    with pytest.raises(EngineError) as e:
+        check(plan, replace(HERE, tensorrt="11.4.0.106", kernels="1" * 64), None)
+    for word in ("11.4.0.106", "111111111111", "the engine that the package describes (got none"):
+        assert word in str(e.value)
+
+
+def describe_any() -> Plan:
+    """A description of an engine without inputs, outputs or plugins."""
+    return Plan(
+        name="verify",
+        file="verify.plan",
+        sha256="2" * 64,
+        profile=0,
+        inputs={},
+        outputs={},
+        weights={},
+        nodes=(),
+        made=made_of(HERE),
+    )
+
+
+def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
+    made: Path, device: Fake
+) -> None:
+    engine = made / "verify.plan"
+    engine.write_text("{")
+    plan = replace(sidecar.read(made, "verify"), sha256=hash_file(engine).sha256)
+    card = made / f"verify{sidecar.ENDING}"
+    card.write_text(sidecar.render(plan))
+    found = package_manifest.read(made)
+    new = {p.name: hash_file(p) for p in (engine, card)}
+    write(made, replace(found, files={**found.files, **new}))
+    with pytest.raises(EngineError, match=r"verify.plan must be an engine .*got: it is no"):
+        open_session(made, EngineConfig(), Silent())
+
+
+def test_an_engine_file_is_read_in_pieces(device: Fake, tmp_path: Path) -> None:
+    """TensorRT asks for what is missing until it has all that it wanted."""
+    host = import_module("thor_dflash.plugins.tensorrt.host")
+    path = tmp_path / "x.plan"
+    path.write_bytes(bytes(host.PIECE) + b"the end")
+    with closing(host.Reader(path)) as reader:
+        assert reader.read(10 * host.PIECE, 0) == bytes(host.PIECE)
+        assert reader.read(9 * host.PIECE, 0) == b"the end"
+        assert reader.seek(3, trt.SeekPosition.END)
+        assert reader.read(2, 0) == b"en"
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "ICudaEngine.create_execution_context",  # gives None
+        "IExecutionContext.set_tensor_address",  # gives False
+        "IExecutionContext.set_optimization_profile_async",  # raise RuntimeError
+        "IExecutionContext.infer_shapes",
+    ],
+)
+def test_what_tensorrt_refuses_is_told_in_its_words(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    name, method = at.split(".")
+
+    def fail(self: Any, *_: object) -> None:
+        engine = self if name == "ICudaEngine" else self.engine
+        engine.logger.log(trt.ILogger.Severity.ERROR, "no memory for it")
+        if method in ("set_optimization_profile_async", "infer_shapes"):
+            raise RuntimeError("Error in it.")
+
+    monkeypatch.setattr(vars(trt)[name], method, fail)
+    said = r"TensorRT engine \S+ must take its tensors \(got: no memory for it\)"
+    with pytest.raises(EngineError, match=said):
+        open_session(made, EngineConfig(), Silent())
+
+
+def test_a_step_that_does_not_run_is_named(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trt.IExecutionContext.execute_async_v3
+
+    def fail(self: trt.IExecutionContext, stream: int) -> bool:
+        return self.engine.program.name != "verify" and run(self, stream)
+
+    monkeypatch.setattr(trt.IExecutionContext, "execute_async_v3", fail)
+    with pytest.raises(EngineError, match=r"TensorRT engine verify must run \(got: "):
+        open_session(made, EngineConfig(), Silent())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
+    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    real, left = trt.Runtime, list[Any]()
+
+    def runtime(logger: Any) -> Any:
+        left.append(weakref.ref(found := real(logger)))
+        return found
+
+    monkeypatch.setattr(trt, "Runtime", runtime)
+    release = device.cuDevicePrimaryCtxRelease
+    monkeypatch.setattr(
+        device, "cuDevicePrimaryCtxRelease", lambda d: left.append(left[0]()) or release(d)
+    )
+    with closing(open_session(made, EngineConfig(graphs=graphs), Silent())) as s:
+        cycles(s, 3)
+    assert left[1:] == [None]
+
+
+def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
+    plan = describe_any()
+    (tmp_path / f"verify{sidecar.ENDING}").write_text(sidecar.render(plan))
+    assert sidecar.read(tmp_path, "verify") == plan
+    assert json.loads(sidecar.render(plan))["made"]["tensorrt"] == HERE.tensorrt

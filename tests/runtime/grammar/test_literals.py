@@ -1,0 +1,97 @@
+"""The literals of a schema appear in an answer exactly as they are, whatever the tokenizer would
+make of them; those for which that is impossible are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.constrained_model import TOKENIZER, asked, constrained, session, text
+
+from thor_dflash.core.errors import RequestError
+from thor_dflash.package import tokenizer_files as files
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.grammar.compiler import Grammars
+from thor_dflash.runtime.text.tokenizer import Text
+
+
+@pytest.mark.parametrize(
+    "literal",
+    ["cafe\u0301", "\uf900", "\u1112\u1161\u11ab", "<|im_end|>", "x<|endoftext|>", "a<think>b",
+     "</think>"],
+)  # fmt: skip
+@pytest.mark.parametrize("force", [True, False])
+def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
+    """The tokenizer would normalise these to other letters, or encode them as an added token."""
+    said = {"object": {"type": "object", "properties": {literal: {"const": literal}}}}
+    said["object"] |= {"required": [literal], "additionalProperties": False}
+    schema = {"type": "object", "properties": said, "required": ["object"]}
+    schema["additionalProperties"] = False
+    out = constrained(asked(False), Nobody(), session().grammar(schema), force=force)
+    assert session().report().finish == "stop"
+    assert json.loads(text().decode(out)) == {"object": {literal: literal}}
+
+
+def test_added_tokens_may_stand_in_the_vocabulary_too(tmp_path: Path) -> None:
+    for name in files.tokenizer_files(TOKENIZER):
+        shutil.copy(TOKENIZER / name, tmp_path / name)
+    table = json.loads((tmp_path / files.TOKENIZER).read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in table["added_tokens"]}
+    table["model"]["vocab"] |= added
+    (tmp_path / files.TOKENIZER).write_text(json.dumps(table), encoding="utf-8")
+    size, start = files.addressed_ids(tmp_path), text().encode('"a')
+    matcher = (
+        Grammars(Text.load(tmp_path), size, (size - 1,)).compile({"const": "a<think>"}).matcher
+    )
+    assert matcher.deep_copy().try_consume_tokens([*start, added["<think>"]]) == len(start)
+    said = [*start, *text().encode("<th"), *text().encode('ink>"')]
+    assert matcher.deep_copy().try_consume_tokens(said) == len(said)
+
+
+def legal(schema: dict[str, Any], said: str) -> bool:
+    """Whether the schema allows the whole answer `said`, with one token for each byte."""
+    matcher = session().grammar(schema).matcher.deep_copy()
+    known = {text().bytes_of(i): i for i in range(session().manifest.vocab_limit)}
+    ids = [known[bytes([byte])] for byte in said.encode()]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_a_declared_key_has_one_spelling() -> None:
+    """Spelt another way, it would count as an undeclared key, whose value obeys another schema."""
+    said = {"a": {"type": "integer"}, "\n": {"type": "null"}}
+    schema = {"type": "object", "properties": said, "additionalProperties": {"type": "string"}}
+    assert legal(schema, '{"a":1,"\\n":null,"b":"x"}')
+    for key in ("\\u0061", "\\u000a", "\\u000A", "\\ud800"):
+        assert not legal(schema, f'{{"{key}":"x"}}'), key
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 1e18, 1e-320, math.inf, 108802381155.48213])
+@pytest.mark.parametrize("key", ["const", "enum"])
+def test_a_number_that_the_compiler_would_change_is_refused(number: float, key: str) -> None:
+    value = {"a": [True, 1, number]}
+    where = "const" if key == "const" else r"enum\[1\]"
+    with pytest.raises(RequestError, match=rf"schema.items.{where}.a\[2\] must be -9007"):
+        session().grammar({"items": {key: value if key == "const" else ["x", value]}})
+
+
+@pytest.mark.parametrize(
+    "number", [2**53 - 1, 1 - 2**53, 0.1 + 0.2, -math.pi, math.pi / 2, 1e-7, 0.0, -0.0, 2.0]
+)
+def test_a_number_is_spelt_so_that_it_is_read_the_same(number: float) -> None:
+    out = constrained(asked(False), Nobody(), session().grammar({"const": [number]}))
+    assert json.loads(text().decode(out)) == [number]
+
+
+@pytest.mark.parametrize("letter", [chr(i) for i in (*range(33), 127, 128, 0x2028, 0x1F600)])
+def test_a_letter_of_a_literal_is_written_or_refused(letter: str) -> None:
+    schema = {"enum": [f"a{letter}b"]}
+    if (letter < " " or letter == "\x7f") and letter not in "\b\t\n\f\r":
+        with pytest.raises(RequestError, match=r"schema.enum\[0\] must have no control char"):
+            session().grammar(schema)
+    else:
+        assert legal(schema, json.dumps(f"a{letter}b", ensure_ascii=False))

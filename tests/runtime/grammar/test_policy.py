@@ -1,0 +1,398 @@
+"""The laws of constrained decoding, on a real engine: a grammar changes answers, a drafter never
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits
+from support.constrained_model import PLAN, SMALL, TOKENIZER, asked, constrained, session, text
+from support.loop_models import DEAD, drafts, erring, hostile, oracle
+
+from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.strict_records import show
+from thor_dflash.core.tensors import Array
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.decoding.block import Block, Policy, Progress
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
+from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
+from thor_dflash.runtime.policies.thinking_budget import Budget
+from thor_dflash.runtime.session.session import Request
+from thor_dflash.serving.planner.schema_validator import Checker
+
+SCHEMAS = {"plan": PLAN, "small": SMALL}
+every_schema = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+
+
+def grammar(schema: dict[str, object]) -> Grammar:
+    return session().grammar(schema)
+
+
+def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
+    rng = np.random.default_rng(seed)
+    return {
+        "nobody": Nobody(),
+        "dead": DEAD,
+        "hostile": hostile(truth),
+        "oracle": oracle(truth),
+        "real": Dflash(),
+        "erring": erring(truth, 0.15, seed),
+        "random": drafts(lambda n: [int(t) for t in rng.integers(0, 1280, 15)]),
+    }[kind]
+
+
+@cache
+def _plain(schema: str, force: bool) -> tuple[int, ...]:
+    return tuple(constrained(asked(False), Nobody(), grammar(json.loads(schema)), force=force))
+
+
+def plain(schema: dict[str, object], force: bool = True) -> list[int]:
+    """The answer without a drafter, decoded once for all tests that compare with it."""
+    return list(_plain(json.dumps(schema), force))
+
+
+KINDS = ("dead", "random", "hostile", "oracle", "erring", "real")
+
+
+@dataclass
+class Closing:
+    """Makes the target itself close its thinking after `at` tokens, wherever that is in a block."""
+
+    at: int
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        row = self.at - len(progress.tokens)
+        if not 0 <= row < 16:
+            return block
+        close = text().end_think
+        assert close is not None
+        return replace(block, soft=(*[-1] * row, close), soft_margin=1e9)
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
+def by_hand(request: Request, schema: dict[str, object]) -> list[int]:
+    """Masked greedy decoding, one verified row at a time, every mask from a matcher made anew."""
+    s, model = session(), session().model
+    made = grammar(schema)
+    model.state.reset()
+    for start in range(0, len(request.prompt) - 1, 32):
+        model.prefill(request.prompt[:-1][start : start + 32], observe=False)
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        model.write_tokens([tokens[-1] if tokens else request.prompt[-1]])
+        model.verify()
+        matcher = made.matcher.deep_copy()
+        assert matcher.consume_tokens(tokens)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        legal = np.unpackbits(bits, bitorder="little")[: s.manifest.vocab_limit].astype(bool)
+        logits = model.read("logits")[0, : s.manifest.vocab_limit]
+        tokens.append(int(np.where(legal, logits, -np.inf).argmax()))
+        model.state.commit(1)
+        if tokens[-1] in request.stop:
+            break
+    return tokens
+
+
+@every_schema
+def test_plain_constrained_decoding_is_masked_greedy_decoding(schema: dict[str, object]) -> None:
+    request = asked(False)
+    want = by_hand(request, schema)
+    assert constrained(request, Nobody(), grammar(schema)) == want[:-1]
+    assert want[-1] in request.stop
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@every_schema
+def test_any_drafter_gives_the_plain_answer(schema: dict[str, object], kind: str) -> None:
+    truth = plain(schema)
+    assert constrained(asked(False), drafter(kind, truth, 5), grammar(schema)) == truth
+    assert session().report().finish == "stop"
+    assert Checker(schema).valid(json.loads(text().decode(truth)))
+
+
+@settings(max_examples=25)
+@given(
+    words=st.sampled_from(["Pick.", "Bring the cup to the tray now.", "x" * 90, "Ü? [mug]"]),
+    kind=st.sampled_from(KINDS),
+    schema=st.sampled_from(list(SCHEMAS)),
+    most=st.integers(1, 40),
+    close=st.integers(0, 40),
+    force=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_request_and_any_drafter_after_thinking(
+    words: str, kind: str, schema: str, most: int, close: int, force: bool, seed: int
+) -> None:
+    request = asked(True, words, max_tokens=close + most)
+    made, ends = grammar(SCHEMAS[schema]), Closing(close)
+    truth = constrained(request, Nobody(), made, thinking=True, policies=(ends,))
+    proposer = drafter(kind, truth, seed)
+    got = constrained(request, proposer, made, thinking=True, force=force, policies=(ends,))
+    assert got == truth
+    assert text().end_think in truth[: close + 1]
+
+
+@every_schema
+def test_rows_after_a_drafted_mark_are_in_one_block_with_it(schema: dict[str, object]) -> None:
+    request, ends = asked(True, max_tokens=16), Closing(3)
+    truth = constrained(request, Nobody(), grammar(schema), thinking=True, policies=(ends,))
+    assert truth[3] == text().end_think
+    proposer = oracle([*truth, *[0] * 16])
+    got = constrained(request, proposer, grammar(schema), thinking=True, policies=(ends,))
+    assert got == truth
+    assert session().report().spec.cycles == 1
+    assert session().report().close == "soft", "what is forced after the mark did not close"
+
+
+@every_schema
+def test_forcing_changes_cycles_and_not_one_token(schema: dict[str, object]) -> None:
+    request, made = asked(False), grammar(schema)
+    truth = constrained(request, Nobody(), made, force=False)
+    masks_alone = session().report().spec
+    assert constrained(request, Nobody(), made) == truth
+    forced = session().report().spec
+    assert (masks_alone.forced, masks_alone.cycles) == (0, len(truth) + 1)
+    assert forced.cycles < masks_alone.cycles
+    assert forced.forced == sum(1 for _ in only_choices(made, truth))
+
+
+def only_choices(made: Grammar, tokens: list[int]) -> list[int]:
+    """The tokens that were the only legal ones in their place, by the masks of a fresh matcher."""
+    matcher, found = made.matcher.deep_copy(), []
+    for token in tokens:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if np.unpackbits(bits).sum() == 1 and matcher.compute_ff_tokens():
+            found.append(token)
+        assert matcher.consume_token(token)
+    return found
+
+
+@settings(max_examples=30)
+@given(schema=st.sampled_from(list(SCHEMAS)), seed=st.integers(0, 10**6))
+def test_a_forced_id_is_the_one_its_mask_leaves(schema: str, seed: int) -> None:
+    made, rng = grammar(SCHEMAS[schema]), random.Random(seed)
+    matcher, size = made.matcher.deep_copy(), made.vocabulary.size
+    for _ in range(120):
+        ahead = matcher.compute_ff_tokens()
+        row = np.zeros((1, made.vocabulary.words), np.int32)
+        made.vocabulary.masks(matcher, [], row)
+        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        assert ids.size
+        assert ids.max() < size, "padding is never allowed"
+        assert ids.max() < 1200 or set(ids) <= made.vocabulary.stop, "no mark is ever allowed"
+        assert bool(set(ids) & made.vocabulary.stop) == matcher.is_accepting()
+        assert not ahead or list(ids) == ahead[:1]
+        token = int(rng.choice(ids))
+        if token in made.vocabulary.stop:
+            break
+        assert matcher.consume_token(token)
+
+
+@pytest.mark.parametrize("message", ["</think>\n\n", "</think>", "Enough.\n</think>\n\n"])
+@pytest.mark.parametrize("limit", [0, 1, 7, 15, 16, 17])
+def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, message: str) -> None:
+    request, made = asked(True), grammar(PLAN)
+    close = tuple(text().encode(message))
+
+    def answer(proposer: Proposer) -> list[int]:
+        budget = Budget(limit, close)
+        return constrained(request, proposer, made, thinking=True, policies=(budget,))
+
+    truth = answer(Nobody())
+    ends = truth.index(close[-1] if message.endswith(">") else text().end_think)
+    said = text().decode(truth[ends + 1 :])
+    assert session().report().finish == "stop"
+    assert said.startswith('\n\n{"goal":"')
+    assert Checker(PLAN).valid(json.loads(said))
+    assert answer(Dflash()) == truth
+    assert answer(oracle(truth)) == truth
+
+
+@pytest.mark.parametrize(
+    "after", ["\n\nHere is the plan: ", "\n\n\n\n ", " ", "X", "{", "\n\n" * 9, "<|im_start|>"]
+)
+def test_a_closing_message_says_nothing_where_the_grammar_speaks(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, message = session(), f"stop.\n</think>{after}"
+    own = BudgetConfig(tokens=4, reply=120, message=message)
+    request = replace(asked(True), grammar=grammar(SMALL), budget=own)
+    wrong = rf"must have at most a blank line after </think> .*\(got {re.escape(show(after))}\)"
+    with pytest.raises(RequestError, match=f"^decode.budget.message {wrong}"):
+        s.generate(request)
+    s.generate(replace(request, grammar=None))  # an answer that is free may begin so
+    card = replace(s.manifest.card, close=message)
+    monkeypatch.setattr(s.model, "manifest", replace(s.manifest, card=card))
+    with pytest.raises(RequestError, match=f"card.close {wrong}"):
+        s.generate(replace(request, budget=replace(own, message="")))
+
+
+@pytest.mark.parametrize("after", ["", "\n", "\n\n"])
+def test_a_closing_message_may_bring_line_breaks(after: str) -> None:
+    s = session()
+    budget = BudgetConfig(tokens=4, reply=120, message=f"stop.\n</think>{after}")
+    request = replace(asked(True), grammar=grammar(SMALL), budget=budget)
+    said = text().decode([t for chunk in s.generate(request) for t in chunk.tokens])
+    assert s.report().finish == "stop"
+    assert Checker(SMALL).valid(json.loads(said.partition("</think>")[2]))
+
+
+def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s, events = session(), list[str]()
+    engine = type(s.model.engine)
+    run, read, masks = engine.run, engine.read, Walk.make_masks
+    made = grammar(SMALL)
+    names = lambda calls: " ".join(call.graph.name for call in calls)  # noqa: E731
+    monkeypatch.setattr(
+        engine, "run", lambda e, calls: events.append(names(calls)) or run(e, calls)
+    )
+    monkeypatch.setattr(engine, "read", lambda *a, **k: events.append("wait") or read(*a, **k))
+    monkeypatch.setattr(Walk, "make_masks", lambda *a: events.append("masks") or masks(*a))
+    constrained(replace(asked(False), max_tokens=9), Dflash(), made)
+    cycle = ["propose", "wait", "verify", "masks", "accept_masked observe", "wait"]
+    first = events.index("propose")
+    assert events[first:] == cycle * s.report().spec.cycles
+    events.clear()
+    constrained(replace(asked(False), max_tokens=9), Nobody(), made)
+    first = events.index("verify")
+    undrafted = ["verify", "masks", "accept_masked", "wait"]
+    assert events[first:] == undrafted * s.report().spec.cycles, "the host wrote the tokens itself"
+    events.clear()
+    constrained(replace(asked(True), max_tokens=9), Dflash(), made, thinking=True)
+    first = events.index("propose")
+    thinking = ["propose", "wait", "verify accept observe", "wait"]
+    assert events[first:] == thinking * s.report().spec.cycles
+    events.clear()
+    list(s.run(replace(asked(False), max_tokens=9), Dflash()))
+    first = events.index("propose verify accept observe")
+    assert events[first:] == ["propose verify accept observe", "wait"] * s.report().spec.cycles
+
+
+@pytest.mark.parametrize("kind", ["nobody", "real", "oracle", "random"])
+@pytest.mark.parametrize("limits", [{"step_lexer_fuel": 50}, {"max_lexer_states": 20}])
+def test_a_matcher_at_its_limit_is_a_dead_end(limits: dict[str, int], kind: str) -> None:
+    manifest = session().manifest
+    fuel = LLParserLimits(verbose_errors=False, **limits)
+    made = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens, fuel).compile(PLAN)
+    whole = plain(PLAN)
+    got = constrained(asked(False), drafter(kind, whole, 1), made)
+    assert session().report().finish == "grammar_dead_end"
+    # Where the answer ends depends on how much of the grammar the drafts led through; but all of it
+    # is right.
+    assert got == whole[: len(got)]
+    assert made.spent.is_set()
+
+
+@dataclass(frozen=True, slots=True)
+class Mute:
+    """A vocabulary of which nothing is legal after `at` tokens of the answer, as if it lacked the
+    letter that the grammar needs there.
+    """
+
+    whole: Vocabulary
+    at: int
+
+    size = property(lambda self: self.whole.size)
+    words = property(lambda self: self.whole.words)
+    stop = property(lambda self: self.whole.stop)
+    lead = property(lambda self: self.whole.lead)
+    end_think = property(lambda self: self.whole.end_think)
+
+    def masks(self, matcher: LLMatcher, tokens: list[int], out: Array) -> None:
+        self.whole.masks(matcher, tokens, out)
+        walked = matcher.deep_copy()
+        for row, token in enumerate([*tokens, -1]):
+            if self.dead(walked):
+                out[row] = 0
+            if token >= 0:
+                walked.consume_token(token)
+
+    def dead(self, matcher: LLMatcher) -> bool:
+        # A matcher does not tell how many tokens it has taken, but whether it can take some back.
+        return matcher.deep_copy().rollback(self.at)
+
+
+@pytest.mark.parametrize("kind", ["nobody", "oracle", "real", "dead"])
+@pytest.mark.parametrize("at", range(2, 24, 3))
+def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> None:
+    made = grammar(SMALL)
+    truth = plain(SMALL, force=False)
+    mute = replace(made, vocabulary=Mute(made.vocabulary, at))  # type: ignore[arg-type]
+    got = constrained(asked(False), drafter(kind, truth, 1), mute, force=False)
+    assert got == truth[:at]
+    assert session().report().finish == "grammar_dead_end"
+
+
+def test_a_drafted_stop_id_ends_its_block() -> None:
+    made = grammar({"type": "integer", "minimum": 0, "maximum": 99})
+    said = text().encode("7")  # after which the answer may end or go on
+    for stop in made.vocabulary.stop:
+        drafted = (0, *said, stop, *[5] * (14 - len(said)))
+        block = Constrain(made, Place(thinking=False), force=False).look(drafted, Block(cap=16))
+        assert block.cap == len(said) + 1, "the row that it follows is the last"
+
+
+def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None:
+    made, request = grammar(PLAN), asked(False)
+    first = constrained(request, Dflash(), made)
+    constrained(asked(True, "Wait.", 40), Dflash(), grammar(SMALL), thinking=True)
+    policy: Policy = Constrain(made, Place(thinking=False))
+    answers = session().run(request, Dflash(), (policy,))
+    while not next(answers).tokens:
+        pass
+    answers.close()
+    assert session().report().finish == "cancelled"
+    assert constrained(request, Dflash(), made) == first
+
+
+def test_a_constrained_request_continues_from_a_prefix() -> None:
+    s, made = session(), grammar(PLAN)
+    request = asked(False, "Pick the mug. " * 12)
+    truth = constrained(request, Dflash(), made)
+    s.prefixes.put("words", request.prompt[:70])
+    assert constrained(request, Dflash(), made) == truth
+    assert s.report().cached_tokens == 64
+    s.prefixes.drop("words")
+
+
+def test_a_session_constrains_what_a_request_asks_for() -> None:
+    s = session()
+    request = replace(asked(False), grammar=s.grammar(PLAN))
+    said = [t for chunk in s.generate(request) for t in chunk.tokens]
+    assert Checker(PLAN).valid(json.loads(text().decode(said)))
+    with pytest.raises(RequestError, match=r"stop must hold .* \(got none of \[1200, 1202\]\)"):
+        s.generate(replace(request, stop=frozenset({7})))
+
+
+def test_white_space_is_fixed_and_keys_come_in_order() -> None:
+    said = text().decode(constrained(asked(False), Nobody(), grammar(SMALL)))
+    value = json.loads(said)
+    assert list(value) == ["say", "n", "ok"]
+    assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == said
+
+
+def test_the_vocabulary_is_the_models() -> None:
+    made = grammar(SMALL).vocabulary
+    size = len(
+        json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    )
+    assert made.size == session().manifest.vocab_limit > size
+    assert made.words == session().model.graphs["accept_masked"].inputs["mask"].at({})[1]

@@ -1,0 +1,238 @@
+"""The figures of a bench: what is measured for each, how it is judged, and how it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stand_ins.fake_driver import fake
+
+from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.measure import bench_report, cuda_bench
+from thor_dflash.runtime.measure.bench_report import THOR_READ, Figure, Target, judge, table
+from thor_dflash.runtime.measure.cuda_bench import Bench, Keep, Loop, Share, Timing, everything
+
+READ = 3e12
+STEP = SimpleNamespace
+
+
+class Known:
+    """A stand-in for a Bench with given times, step -> ms. Its model has three layers with 1 GB of
+    weights each.
+    """
+
+    device = "a device"
+    block = 8
+    chunk = 512
+    memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
+
+    def __init__(self, ms: Mapping[str, float]) -> None:
+        self.ms = ms
+        self.length = 0
+        self.measured = 0
+
+    def bandwidth(self) -> float:
+        return READ
+
+    def captured(self) -> int:
+        return 5 * 10**6
+
+    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
+        return {"verify": 3 * 10**9, "propose": 10**8, "observe": 10**7}[name]
+
+    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
+        return {"layers.*.down": Share(frozenset({"a", "b"}), 3 * 10**9)}
+
+    def launches(self, names: Sequence[str]) -> int:
+        return 100 * len(names)
+
+    def cache_bytes(self) -> int:
+        return 32768
+
+    def state_bytes(self) -> int:
+        return 3 * 10**8
+
+    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
+        key = "+".join(names)
+        if keep is not everything:
+            parts = [r for r in ("linear", "gdn") if keep(STEP(room=r, name="a"))]  # type: ignore[arg-type]
+            key += f":{parts[0] if len(parts) == 1 else 'other'}"
+        grown = 32768 * max(0, self.length - 2048) / READ * 1e3 * self.ms["growth"]
+        self.measured += 1
+        drifted = self.measured * self.ms.get("drift", 0.0)
+        ms = self.ms.get(key, 1.0) + (grown + drifted if key == "verify" else 0)
+        return Timing(ms, ms, ms, 1)
+
+    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
+        return Timing(7.7, 7.5, 8.25, 600)
+
+    def at(self, length: int, accepted: int) -> None:
+        assert accepted == self.block
+        self.length = length
+
+    def prefill(self, tokens: int) -> float:
+        return self.ms["prefill"]
+
+    def loop(self, prompt: int, cycles: int) -> Loop:
+        return Loop(0.0100, 0.0098, 0.0002, 0.0004)
+
+
+def measured(**ms: float) -> dict[str, Figure]:
+    """The bench's figures, by section and name, for the usual times and those given."""
+    times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
+             "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
+             "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
+    rows = list(bench_report.figures(Known(times), Silent()))
+    return {f"{row.section}/{row.name}": row for row in rows}
+
+
+def test_figures_are_judged_by_their_required_values() -> None:
+    rows = measured()
+    want = {
+        "linears of a verify, share of read rate": (80, "missed"),
+        "the same linears at 1 row": (1.0, "aim"),
+        "the same linears at 32 rows": (1.2, "missed"),
+        "gdn of a verify": (0.3, "reached"),
+        "verify at 2048": (6.0, "reached"),
+        "cycle at 2048": (7.5, "missed"),
+        "plain step": (1.01, "aim"),
+        "growth from 2048 to 8192": (1.12, "reached"),
+        "growth from 2048 to 32768": (1.12, "reached"),
+        "prefill of 2048 tokens": (0.5, "missed"),
+        "host time of a cycle outside the graph": (2.0, "reached"),
+    }
+    assert want.keys() == bench_report.TARGETS.keys()
+    for name, (value, verdict) in want.items():
+        row = rows[f"figures/{name}"]
+        assert row.value == pytest.approx(value), name
+        assert row.verdict == verdict, name
+
+
+def test_a_cycle_is_also_reported_without_rest() -> None:
+    row = measured()["without rest/cycle at 2048"]
+    assert (row.value, row.must) == (7.7, None)
+    assert row.note == "7.500 to 8.250 ms, medians of 30 in 5 s"
+
+
+def test_growth_is_of_neighbours_while_clocks_drift() -> None:
+    """Each measurement of a verify takes 0.1 ms more than the one before, which is more than 6,144
+    tokens of context cost.
+    """
+    rows = measured(drift=0.1)
+    for length in bench_report.LONG:
+        assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
+
+
+def test_growth_is_also_told_of_the_whole_verify() -> None:
+    """At 3 TB/s, 32 KB for each of 30,720 tokens take 0.336 ms, beside 6 ms for 3.37 GB."""
+    note = measured(growth=1.5)["figures/growth from 2048 to 32768"].note
+    assert note == (
+        "verify 6.503 ms, +0.503 for 1007 MB of cache, 0.336 at read rate; "
+        "1.084 times as long for 1.299 times the bytes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
+)
+def test_a_target_may_be_a_least_value(value: float, verdict: str) -> None:
+    assert judge(Figure("", "", value, "%"), Target(85, 92, at_least=True)).verdict == verdict
+
+
+def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -> None:
+    rows = measured()
+    for name, ms in (("linears of a verify", 1.25), ("gdn of a verify", 0.3), ("propose", 1.0)):
+        row = rows[f"predicted on a Jetson Thor/{name}"]
+        assert row.value == pytest.approx(ms * READ / THOR_READ), name
+    assert "80.0% of read rate" in rows["predicted on a Jetson Thor/linears of a verify"].note
+
+
+def test_memory_is_reported_by_kind_and_in_total_with_the_graphs() -> None:
+    rows = measured()
+    assert rows["memory/graphs"].value == 5
+    assert rows["memory/together"].value == 4005
+
+
+def test_the_table_is_aligned_and_has_every_figure() -> None:
+    rows = list(measured().values())
+    lines = table(rows).splitlines()
+    point = 2 + max(len(row.name) for row in rows) + len("123456")
+    for row in rows:
+        [line] = [x for x in lines if x.startswith(f"  {row.name} ") and row.note in x]
+        assert f"{row.value:.3f} {row.unit}" in line
+        assert line[point] == ".", line
+
+
+def test_linears_of_one_kind_are_told_by_the_call() -> None:
+    row = measured()["linears of a verify, one by one/layers.*.down"]
+    assert (row.value, row.unit) == (500, "us"), "two calls take 1 ms"
+    assert row.note == "2 x 1500.0 MB, 100% of read rate"
+
+
+def test_a_cycle_moves_what_all_its_steps_move() -> None:
+    size = 3 * 10**9 + 3 * 10**8 + 2048 * 32768 + 10**8 + 10**7
+    note = measured()["predicted on a Jetson Thor/cycle at 2048"].note
+    assert note.startswith(f"{size / 1e9:.3f} GB, ")
+
+
+def test_what_a_feature_saves_is_told_against_all_of_them() -> None:
+    known = Known({"verify": 9.0, "propose+verify+accept+observe": 15.0, "growth": 1.0})
+    rows = bench_report.brief(known, "no graph", {"verify": 6.0, "cycle": 7.5})
+    assert [(row.name, row.value, row.note) for row in rows] == [
+        ("no graph: verify", 9.0, "1.50x, 100 launches"),
+        ("no graph: cycle", 15.0, "2.00x, 400 launches"),
+    ]
+
+
+# ---- measurements --------------------------------------------------------------------------------
+def bare(driver: Any = None, **model: Any) -> Bench:
+    """A bench of a model that has only what a measurement reads."""
+    engine = SimpleNamespace(driver=driver)
+    return Bench(engine, SimpleNamespace(**model), None, {}, 0)  # type: ignore[arg-type]
+
+
+def test_the_first_runs_of_a_step_warm_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_bench, "REST", 0.0)
+    device = fake(monkeypatch)
+    times = chain(repeat(900.0, cuda_bench.WARM), range(1, cuda_bench.RUNS + 1))
+    monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (0, next(times)))
+    driver = Driver()
+    found = bare(driver)._time(Captured("it", driver, lambda: None))
+    assert (found.median, found.low, found.high, found.runs) == pytest.approx((8, 1, 15, 15))
+
+
+def test_the_first_prefill_warms_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, took = [0.0], iter((9.0, 1.0, 3.0, 2.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def prefill(ids: Sequence[int], observe: bool) -> None:
+        now[0] += next(took) if len(ids) == 64 else 0.5
+
+    it = bare(
+        SimpleNamespace(synchronize=lambda: None),
+        chunk=64,
+        state=SimpleNamespace(reset=lambda: None),
+        manifest=SimpleNamespace(target=SimpleNamespace(vocab=100)),
+        prefill=prefill,
+    )
+    assert it.prefill(70) == pytest.approx(2.5)
+
+
+def test_a_state_is_read_and_written_and_a_cache_has_rows() -> None:
+    def tensor(*shape: int) -> Any:
+        return SimpleNamespace(spec=TensorSpec("it", DType.F32, shape))
+
+    tensors = {"gdn.0.state": tensor(2, 5), "gdn.0.tail": tensor(3),
+               "attention.3.k": tensor(2, 7, 4), "drafter.0.k": tensor(9)}  # fmt: skip
+    it = bare(state=SimpleNamespace(tensors=tensors))
+    assert it.state_bytes() == 2 * 4 * (10 + 3)
+    it = bare(state=SimpleNamespace(tensors={**tensors, "gdn.0.states": tensor(16, 2, 5)}))
+    assert it.state_bytes() == 4 * (2 * (10 + 3) + 160)
+    assert it.cache_bytes() == 4 * 2 * 4

@@ -1,0 +1,271 @@
+"""The bench without a device: that it runs, what it measures, and what it reports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from stand_ins.fake_driver import MS, OK, fake
+from support.tiny_bench import ARGUMENTS
+
+from thor_dflash.builders import synthetic
+from thor_dflash.cli import main
+from thor_dflash.cli.commands.bench import variants
+from thor_dflash.config.tree import BuildConfig, EngineConfig, load
+from thor_dflash.core.progress import Silent
+from thor_dflash.plugins.cuda.enqueue import Arguments
+from thor_dflash.plugins.launch import AHEAD
+from thor_dflash.plugins.registry import ROOT
+from thor_dflash.runtime.engines.cuda.binding import Planned, cuda
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.measure import bench_report, cuda_bench, startup
+from thor_dflash.runtime.measure.random_weights import RandomWeights
+
+
+# ---- through the verb ----------------------------------------------------------------------------
+@pytest.mark.usefixtures("small_shape")
+def test_one_command_measures_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    assert main.main([*ARGUMENTS, "-s", f"engine.cubins={tmp_path}"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    named = {f"{row['section']}/{row['name']}": row for row in rows}
+    assert {row["name"] for row in rows if row["must"] is not None} == bench_report.TARGETS.keys()
+    assert named["figures/cycle at 2048"]["value"] == MS
+    host = named["figures/host time of a cycle outside the graph"]["note"]
+    assert f"{MS:.3f} ms in the graph" in host
+    assert named["memory/graphs"]["value"] > 0
+    cycle = int(named["figures/cycle at 2048"]["note"].split()[0])
+    assert cycle in device.graphs
+    ablations = {name: row for name, row in named.items() if name.startswith("ablations/")}
+    left_out = ("no dependent launch", "no graph", "states instead of records", "no fusion")
+    assert ablations.keys() == {
+        f"ablations/{what}: {step}" for what in left_out for step in ("verify", "cycle")
+    }
+    apart = int(ablations["ablations/no fusion: cycle"]["note"].split()[1])
+    assert apart > 1.5 * cycle
+
+
+@contextmanager
+def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.Bench]:
+    """A bench of the small shape; its package is in `folder`."""
+    made = synthetic.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
+    weights = RandomWeights(folder, folder)
+    with closing(CudaEngine(folder, EngineConfig(), Silent(), weights)) as engine:
+        yield cuda_bench.open_bench(engine, made, 4096, widths, folder)
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_an_excerpt_runs_at_the_length_that_was_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    with opened(tmp_path, (1,)) as it:
+        for length in (2048, 3000):
+            device.sent.clear()
+            it.at(length, 7)
+            it.steps(["verify"])
+            sent = {at + i: data[i : i + 4] for at, data in device.sent
+                    for i in range(0, len(data), 4)}  # fmt: skip
+            for name in ("verify", "verify.1"):
+                inputs = it.call(name).inputs
+                for port, value in (("length", length), ("accepted", 7)):
+                    assert sent[cuda(inputs[port]).now] == value.to_bytes(4, "little"), port
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_a_weight_that_is_fetched_ahead_is_counted_where_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    with opened(tmp_path, ()) as it:
+        program = it.engine.program("verify")
+        for kind, share in it.shares("verify", bench_report.LINEARS).items():
+            read = {s.ports["packed"] for s in program.steps if s.name in share.names}
+            own = sum(program.weights[name].nbytes for name in read)
+            assert own <= share.nbytes < 1.5 * own, kind
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    with opened(tmp_path, ()) as it:
+        engine, call = it.engine, it.call("verify")
+
+        def fetching(*kept: str) -> set[str]:
+            """Rooms whose launches get the address of a weight to prefetch."""
+            found: set[str] = set()
+
+            def capture(name: str, calls: Sequence[Sequence[tuple[Planned, Arguments]]], *,
+                        graph: bool) -> Captured:  # fmt: skip
+                for planned, arguments in itertools.chain.from_iterable(calls):
+                    at = engine.place(call, planned.step, AHEAD)
+                    if at and ("address", at) in arguments:
+                        found.add(planned.step.room)
+                return Captured(name, engine.driver, lambda: None)
+
+            monkeypatch.setattr(engine._launcher, "capture", capture)
+            engine.excerpt([call], cuda_bench.rooms(*kept))
+            return found
+
+        assert fetching("gdn", "verify_attention") == set()
+        assert fetching("gdn", "linear") == {"gdn", "linear"}
+        assert fetching("linear") == {"linear"}
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_the_bench_rests_before_timing_a_step_but_not_between_repetitions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    slept: list[float] = []
+    ticks = iter([0.0, 1.0, 2.0, 3.0])
+    with opened(tmp_path, ()) as it:
+        monkeypatch.setattr(
+            cuda_bench, "time", SimpleNamespace(sleep=slept.append, perf_counter=ticks.__next__)
+        )
+        monkeypatch.setattr(cuda_bench, "REST", 0.25)
+        assert it.steps(["verify"]).runs == cuda_bench.RUNS
+        assert slept == [0.25]
+        assert it.repeated(["verify"], 2.5).runs == 3 * cuda_bench.BATCH
+        assert slept == [0.25]
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_one_slow_cycle_does_not_change_the_hosts_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch)
+    warm, cycles = [9.0] * cuda_bench.WARM, [2.0, 3.0, 50.0, 2.0, 3.0]
+    ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
+    with opened(tmp_path, ()) as it:
+        monkeypatch.setattr(cuda_bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        found = it.loop(20, len(cycles))
+    assert (found.clock, found.graph) == (3.0, MS / 1e3)
+    assert found.host == pytest.approx(3.0 - MS / 1e3)
+    assert found.mean == pytest.approx(12.0 - MS / 1e3)
+
+
+@pytest.mark.usefixtures("small_shape")
+def test_each_cycle_is_compared_with_its_own_graph(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = fake(monkeypatch)
+    warm, cycles = [9.0] * cuda_bench.WARM, [2.0, 3.0, 50.0, 2.5, 3.0]
+    ticks = itertools.accumulate([*warm, *cycles], initial=0.0)
+    times: Iterator[float] = itertools.repeat(9.0)
+    with opened(tmp_path, ()) as it:
+        note = it.engine.note
+
+        def noted() -> list[float]:
+            nonlocal times
+            times = iter([1.0, 2.0, 49.0, 1.5, 2.0])
+            return note()
+
+        monkeypatch.setattr(it.engine, "note", noted)
+        monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (OK, 1e3 * next(times)))
+        monkeypatch.setattr(cuda_bench, "time", SimpleNamespace(perf_counter=ticks.__next__))
+        found = it.loop(20, len(cycles))
+    assert (found.host, found.mean) == (1.0, 1.0)
+
+
+SHAPE = ["--shape", "qwen3.6-27b", "--random-weights", "--engine", "cuda"]
+
+
+def test_a_missing_device_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    if main.main(["bench", *SHAPE, "-s", "engine.device=99"]) != 2:
+        raise AssertionError("there is no device 99")
+    err = capsys.readouterr().err
+    assert err.startswith("thor-dflash: ")
+    assert err.count("\n") == 1
+    assert "NVIDIA's driver" in err or "engine.device" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shape", "huge", "--random-weights"], "--shape must be one of qwen3.6-27b"),
+        (["--shape", "qwen3.6-27b"], "--shape must go with --random-weights"),
+        (["--shape", "qwen3.6-27b", "--random-weights"], "--engine cuda (got ort)"),
+        (["--package", "p"], "--package must go with --ready"),
+        ([*SHAPE, "--ready"], "--out"),
+        (
+            [*SHAPE, "-s", "engine.capacity=99"],
+            "engine.capacity must be left out or go with",
+        ),
+        ([*SHAPE, "-s", "build.card.max_tokens=9"], "build.card.max_tokens must be left out or go"),
+        ([*SHAPE, "-s", "build.name=a"], "build.name must be left out or go with --ready"),
+        (
+            [*SHAPE, "-s", "build.tensorrt.level=1"],
+            "must go with --engine tensorrt (got cuda)",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["bench", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_prompt_is_read_in_steps_of_one_size_unless_others_are_asked_for() -> None:
+    for given, want in (((), (2048, (2048,))), (("build.chunk=512",), (512, (512,))),
+                        (("build.chunks=[64]",), (2048, (64,)))):  # fmt: skip
+        (variant,) = variants(load(None, ("build.engine=cuda", *given)), ablations=False)
+        assert (variant.build.chunk, variant.build.chunks) == want
+
+
+SLEEPER = """
+import time
+from thor_dflash.runtime import coldstart
+time.sleep(0.3)
+print(coldstart.since_start())
+"""
+
+
+def test_the_time_since_a_process_began() -> None:
+    began = time.monotonic()
+    told = subprocess.run(
+        [sys.executable, "-c", SLEEPER], check=True, capture_output=True, text=True, timeout=60
+    )
+    took = time.monotonic() - began
+    assert 0.3 <= float(told.stdout) <= took + 0.02  # the kernel counts in ticks of 10 ms
+
+
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    sizes = (0, 5, startup.PIECE, startup.PIECE + 1)
+    files = [tmp_path / str(size) for size in sizes]
+    for path, size in zip(files, sizes, strict=True):
+        path.write_bytes(b"x" * size)
+    seen: list[int] = []
+    startup.forget(files)
+    assert startup.read_seconds(files, seen.append) > 0
+    assert sum(seen) == sum(sizes)
+
+
+def test_what_the_cache_forgets_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *what: asked.append(what))
+    (tmp_path / "a").touch()
+    startup.forget([tmp_path / "a"])
+    assert asked == ["sync", (0, 0, os.POSIX_FADV_DONTNEED)], "what is not there yet stays"
+
+
+def test_the_kernel_that_measures_bandwidth_exists() -> None:
+    assert (ROOT / "cuda" / "bandwidth.cu").exists()

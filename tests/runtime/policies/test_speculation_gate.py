@@ -1,0 +1,336 @@
+"""The gate with simulated costs, and what skipped drafts leave behind in a real drafter's rings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from support.loop_models import session
+from support.thinking_models import Asked, after, run, thinker
+
+from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody, Proposal
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
+
+PLAIN = 1.0
+"""Cost of a plain step, which is the unit of time here."""
+
+
+@dataclass
+class World:
+    """A machine whose steps take the time and commit the drafts that a test says, as functions of
+    `n`, the tokens so far.
+    """
+
+    drafted: Callable[[int], float]
+    agreed: Callable[[int], int]
+    plain: Callable[[int], float] = lambda n: PLAIN
+    catch_up: float = 0.3
+    now: float = 0.0
+    behind: bool = False
+    costs: Costs = field(default_factory=Costs)
+
+    def request(self, tokens: int) -> tuple[float, list[bool]]:
+        """Simulate a request. Return its time relative to plain decoding, and for each step whether
+        it was drafted.
+        """
+        gate = Gate(self.costs, lambda: self.now, Rule())
+        progress, start, steps, plain = Progress((1,)), self.now, [], 0.0
+        while len(progress.tokens) < tokens:
+            n = len(progress.tokens)
+            block = gate.shape(progress, Block(cap=16))
+            agreed = self.agreed(n) if block.draft else 0
+            self.now += self.drafted(n) if block.draft else self.plain(n)
+            self.now += self.catch_up * (block.draft and self.behind)
+            self.behind = not block.draft
+            record = Record(agreed + 1, -1, 0, agreed, 0, (7,) * (agreed + 1), (7,) * 16)
+            assert gate.judge(progress, block, record) == agreed + 1
+            progress.commit(record.tokens)
+            gate.observe(progress, agreed + 1)
+            steps.append(block.draft)
+            plain += sum(self.plain(n + i) for i in range(agreed + 1))
+        return (self.now - start) / plain, steps
+
+
+@pytest.mark.parametrize("tokens", [150, 400, 2000])
+@pytest.mark.parametrize("cost", [1.0, 1.1, 1.35, 2.0, 3.0])
+def test_a_dead_drafter_costs_3_percent_or_the_allowed_loss(cost: float, tokens: int) -> None:
+    world = World(lambda n: cost, lambda n: 0)
+    world.request(200)
+    ratio, _ = world.request(tokens)
+    # Until the gate shuts, a request may lose `loss` plain steps and one cycle more; from then on,
+    # trials may take 1.5 % of the time.
+    assert ratio <= 1.03 or (ratio - 1) * tokens <= Rule().loss + cost + 0.015 * tokens
+    if tokens == 2000 or (tokens == 400 and cost <= 1.35):
+        assert ratio <= 1.03
+
+
+@pytest.mark.parametrize("cost", [4.5, 11.0, 100.0])
+def test_a_drafter_too_dear_for_its_hits(cost: float) -> None:
+    world = World(lambda n: cost, lambda n: 3)
+    world.request(100)
+    ratio, steps = world.request(4000)
+    assert (ratio - 1) * 4000 <= Rule().loss + cost + 0.015 * 4000
+    assert sum(steps) < 0.05 * len(steps)
+
+
+def test_a_free_drafter_is_never_left_out() -> None:
+    world = World(lambda n: 1.0, lambda n: 0)
+    world.request(50)
+    ratio, steps = world.request(500)
+    assert all(steps)
+    assert ratio == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("mean", [2.0, 3.5])
+def test_ordinary_text_is_not_gated(seed: int, mean: float) -> None:
+    """The number of agreed drafts is geometrically distributed, so that runs of misses occur. Times
+    vary, and one step in 50 takes ten times as long.
+    """
+    rng = np.random.default_rng(seed)
+
+    def noisy(cost: float) -> float:
+        return cost * rng.uniform(0.9, 1.2) * (10 if rng.random() < 0.02 else 1)
+
+    world = World(
+        lambda n: noisy(1.35), lambda n: min(15, int(rng.geometric(1 / (1 + mean))) - 1),
+        plain=lambda n: noisy(1.0),
+    )  # fmt: skip
+    world.request(100)
+    _, steps = world.request(1500)
+    assert all(steps)
+
+
+def test_a_drafter_that_breaks_is_left_out_and_one_repaired_is_found() -> None:
+    world = World(lambda n: 1.35, lambda n: 4 if n < 300 or n > 1500 else 0)
+    _, steps = world.request(4000)
+    tokens, at = 0, []
+    for step in steps:
+        at.append((tokens, step))
+        tokens += 5 if step and (tokens < 300 or tokens > 1500) else 1
+    broken = [step for n, step in at if 340 < n <= 1500]
+    assert sum(broken) < 0.1 * len(broken)
+    repaired = [step for n, step in at if n > 1500]
+    first = repaired.index(True)
+    assert first < 120
+    assert all(repaired[first:]), "one trial finds it"
+
+
+def test_a_drafter_that_becomes_cheap_is_found() -> None:
+    world = World(lambda n: 8.0 if n < 500 else 1.2, lambda n: 3)
+    _, steps = world.request(8000)
+    assert all(steps[-100:])
+
+
+def test_one_request_says_nothing_about_the_next() -> None:
+    bad = World(lambda n: 1.35, lambda n: 0)
+    _, steps = bad.request(300)
+    assert not steps[-1]
+    bad.agreed = lambda n: 4
+    ratio, steps = bad.request(300)
+    assert all(steps)
+    assert ratio < 0.5
+
+
+def test_a_process_measures_plain_steps_once() -> None:
+    world = World(lambda n: 1.35, lambda n: 4)
+    _, steps = world.request(100)
+    assert steps[:7] == [True, True, True, False, False, False, True]
+    assert all(steps[7:])
+    assert all(world.request(100)[1])
+
+
+@pytest.mark.parametrize("cold", [2.0, 20.0, 500.0])
+@pytest.mark.parametrize("agreed", [2, 8])
+def test_a_slow_first_cycle_does_not_shut_the_gate(cold: float, agreed: int) -> None:
+    costs = iter([cold])
+    world = World(lambda n: next(costs, 1.35), lambda n: agreed)
+    _, steps = world.request(600)
+    assert steps.count(False) == Rule().plain
+    assert all(world.request(600)[1])
+
+
+@pytest.mark.parametrize("cost", [1.1, 1.35, 3.0, 10.0])
+def test_measuring_a_dead_drafter_costs_three_cycles_more(cost: float) -> None:
+    ratio, _ = World(lambda n: cost, lambda n: 0).request(400)
+    assert (ratio - 1) * 400 <= Rule().loss + 4 * cost + 0.015 * 400
+
+
+def test_a_context_that_grows_does_not_shut_the_gate() -> None:
+    """The cost of plain steps was measured at the beginning, when the context was short."""
+    world = World(
+        lambda n: 1.35 + n / 1000, lambda n: 3 if n % 3 else 1, plain=lambda n: 1 + n / 1000
+    )
+    _, steps = world.request(6000)
+    assert sum(steps) > 0.95 * len(steps)
+
+
+def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
+    costs = Costs()
+    for seconds in (1.35, 1.35):
+        costs.drafted(seconds)
+    for _ in range(3):
+        costs.plain(1.0)
+    now = [0.0]
+    gate, progress = Gate(costs, lambda: now[0], Rule()), Progress((1,))
+    for _ in range(60):
+        forced = gate.shape(progress, Block(cap=16).forcing([5] * 3, "x"))
+        assert forced.draft
+        now[0] += 1.35
+        gate.judge(progress, forced, Record(1, -1, 0, 0, 0, (5,), (5,) * 16))
+        gate.observe(progress, 1)
+    for _ in range(60):
+        cut = gate.shape(progress, Block(cap=1))
+        assert cut.draft
+        now[0] += 1.35
+        gate.judge(progress, cut, Record(1, -1, 0, 9, 0, (5,), (5,) * 16))
+        gate.observe(progress, 1)
+
+
+@dataclass(frozen=True)
+class Sixes:
+    """A policy that forces six ids out of seven once the drafts are known, as a grammar does."""
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        n = len(progress.tokens)
+        forced = tuple(5 if (n + i) % 7 < 6 else -1 for i in range(16))
+        return replace(block, look=lambda tokens, block: replace(block, forced=forced))
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_ids_that_a_look_forces_do_not_count_as_agreed_drafts(right: bool) -> None:
+    """A plain step commits forced ids, too. If they counted, they would hide that no draft is
+    right.
+    """
+    asked, now, drafted = Asked(511, max_tokens=175), [0.0], list[int]()
+    truth, plain = run(asked, Nobody(), [Sixes()])
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def guess(progress: Progress) -> list[int]:
+        now[0] += 0.5
+        n = len(progress.tokens)
+        drafted.append(n)
+        return [(t + (not right)) % 512 for t in (truth[n:] + [9] * 15)[:15]]
+
+    got, report = run(asked, Guess(guess), [Gate(Costs(), clock, Rule()), Sixes()])
+    assert got == truth
+    assert (plain.spec.cycles, report.spec.accepted > 0) == (25, right)
+    assert len(drafted) == report.spec.cycles - 3 if right else len(drafted) < 12
+
+
+# --- what gated steps leave behind
+
+
+@dataclass(frozen=True)
+class Every:
+    """A policy that lets the drafter draft only every `period`-th block."""
+
+    period: int
+    seen: list[int] = field(default_factory=list)
+
+    def shape(self, progress: Progress, block: Block) -> Block:
+        self.seen.append(1)
+        return block if len(self.seen) % self.period == 0 else block.undrafted("test")
+
+    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        return record.count
+
+    def observe(self, progress: Progress, committed: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A proposer that never drafts, but lets the drafter observe every block at once, instead of
+    catching up later.
+    """
+
+    inner: Dflash = field(default_factory=Dflash)
+
+    def begin(self, model: Model, rows: int) -> int:
+        return self.inner.begin(model, rows)
+
+    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+        return self.inner.propose(model, progress, block.undrafted("test"))
+
+    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+        return (model.call("observe"),)
+
+    def committed(self, model: Model, block: Block, count: int) -> None:
+        pass
+
+
+def rings(model: Model) -> dict[str, bytes]:
+    """The rows of the drafter's rings that a query at the present length may see, oldest first."""
+    found: dict[str, bytes] = {}
+    for name, array in model.state.snapshot().arrays.items():
+        if name.startswith("drafter."):
+            slots = model.state.tensors[name].spec.at({})[1]
+            spare = max(model.block, model.manifest.chunk)
+            seen = range(max(0, model.state.length - slots + spare), model.state.length)
+            found[name] = array[:, [p % slots for p in seen]].tobytes()
+    return found
+
+
+@pytest.mark.parametrize("geometry", ["0.8b", "27b"])
+@pytest.mark.parametrize("tokens", [1, 7, 32, 33, 150])
+def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: int) -> None:
+    s = session(geometry)
+    it = Asked(239, max_tokens=tokens, length=40)
+    eager, _ = run(it, Eager(), s=s)
+    want = rings(s.model)
+    deferred, _ = run(it, Dflash(), [Every(10**6)], s=s)
+    assert deferred == eager
+    assert sum(len(rows) for rows in s.model.state.behind) == tokens
+    assert rings(s.model) != want
+    s.model.catch_up()
+    assert rings(s.model) == want
+    assert s.model.state.behind == []
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 40])
+def test_leaving_blocks_out_changes_no_token(period: int) -> None:
+    it = Asked(239, max_tokens=100)
+    truth = after(it.prompt, 100)
+    got, report = run(it, Dflash(), [Every(period)])
+    assert got == truth
+    gated = [n for n in report.notes if n.what == "gated"]
+    assert sum(n.cycles for n in gated) == report.spec.cycles - report.spec.cycles // period
+    assert [n.cycle for n in gated] == [i * period for i in range(len(gated))]
+    assert len(gated) == (-(-report.spec.cycles // period) if period > 1 else 0)
+    assert report.spec.drafted == 15 * (report.spec.cycles // period)
+
+
+def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
+    s, it = thinker(), Asked(239, max_tokens=40)
+    run(it, Dflash(), [Every(10**6)])
+    here = s.model.state.snapshot()
+    s.model.catch_up()
+    want = rings(s.model)
+    run(Asked(239, seed=9), Dflash())
+    s.model.state.restore(here)
+    s.model.catch_up()
+    assert rings(s.model) == want
+
+
+def test_the_next_request_does_not_inherit_what_was_left_to_see() -> None:
+    s = thinker()
+    run(Asked(239, max_tokens=40), Dflash(), [Every(10**6)])
+    assert s.model.state.behind
+    s.model.state.reset()
+    assert s.model.state.behind == []

@@ -1,0 +1,236 @@
+"""A thinking budget with any drafter: the answer is the one put together by hand from the thoughts,
+the closing message and what follows it, and every phase has drafts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from support.loop_models import DEAD, erring
+from support.thinking_models import Asked, after, first_seen, oracle, run, thinker
+
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
+
+NEVER = 511
+"""An id this model does not say by itself."""
+REPLY = 40
+
+
+def message(length: int) -> tuple[int, ...]:
+    """A closing message of `length` ids: the closing mark alone, or with ids before and after it,
+    as in Qwen's hint.
+    """
+    if length == 1:
+        return (NEVER,)
+    return (*(i % 200 + 7 for i in range(length - 3)), NEVER, 17, 18)
+
+
+@cache
+def thoughts(count: int = 120) -> list[int]:
+    """What the model says if no budget closes its thinking."""
+    return after(Asked(NEVER).prompt, count)
+
+
+@cache
+def by_hand(limit: int, close: tuple[int, ...]) -> list[int]:
+    """The answer to expect: `limit` thoughts, the message, and what the model says after both."""
+    begin = [*thoughts()[:limit], *close]
+    return [*begin, *after([*Asked(NEVER).prompt, *begin], REPLY - len(close))]
+
+
+def asked(limit: int) -> Asked:
+    return Asked(NEVER, max_tokens=limit + REPLY)
+
+
+def proposers(truth: list[int]) -> list[Proposer]:
+    return [Nobody(), Dflash(), oracle(truth), DEAD, erring(truth, 0.2, 3)]
+
+
+@pytest.mark.parametrize("length", [1, 20])
+@pytest.mark.parametrize("limit", [0, 1, *range(16, 32)])
+def test_the_close_falls_anywhere_in_a_block(limit: int, length: int) -> None:
+    close = message(length)
+    want = by_hand(limit, close)
+    assert len(want) == limit + REPLY
+    for proposer in proposers(want):
+        got, report = run(asked(limit), proposer, [Budget(limit, close)])
+        assert got == want, proposer
+        assert report.close == "hard"
+
+
+@pytest.mark.parametrize("length", [1, 20])
+def test_drafts_in_every_phase(length: int) -> None:
+    close = message(length)
+    want = by_hand(33, close)
+    for proposer in (Dflash(), oracle(want)):
+        _, report = run(asked(33), proposer, [Budget(33, close)])
+        assert set(report.phases) == {"thinking", "closing", "answer"}
+        assert all(part.drafted > 0 for part in report.phases.values())
+    assert sum(part.cycles for part in report.phases.values()) == report.spec.cycles
+    assert sum(part.committed for part in report.phases.values()) == len(want)
+    assert report.spec.forced == length
+    assert report.phases["thinking"].cycles == 3, "33 tokens of an oracle are 3 blocks"
+    assert report.phases["closing"].cycles == (1 if length == 1 else 2)
+
+
+def test_a_forced_block_is_noted_and_so_is_the_cut_before_it() -> None:
+    close = message(20)
+    _, report = run(asked(20), oracle(by_hand(20, close)), [Budget(20, close)])
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
+    assert ("capped", "thinking budget", 1, 1) in notes
+    assert ("forced", "thinking budget", 2, 2) in notes
+
+
+def test_a_block_that_ends_where_the_budget_does_is_not_cut() -> None:
+    close = message(20)
+    _, report = run(asked(16), oracle(by_hand(16, close)), [Budget(16, close)])
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
+    assert notes[0] == ("forced", "thinking budget", 1, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 16, 31])
+def test_a_natural_close_makes_the_budget_inert(limit: int) -> None:
+    truth = thoughts()
+    for at in {i for start in (0, 3, limit - 2, limit - 1) if (i := _new(start)) < limit}:
+        close = truth[at]
+        it = Asked(close, max_tokens=50)
+        plain = after(it.prompt, 50)
+        assert plain[at] == close
+        assert close not in plain[:at], "the prompt is another one, but not by then"
+        for proposer in proposers(plain):
+            got, report = run(it, proposer, [Budget(limit, (close, 5, 6))])
+            assert got == plain
+            assert report.close == "natural"
+            assert "closing" not in report.phases
+
+
+def _new(start: int) -> int:
+    return first_seen(thoughts(), max(0, start))
+
+
+def test_a_natural_close_just_after_comes_too_late() -> None:
+    at = _new(20)
+    close = (3, 4, thoughts()[at])
+    it = Asked(close[-1], max_tokens=at + REPLY)
+    got, report = run(it, oracle(thoughts()), [Budget(at, close)])
+    assert got[at : at + 3] == [*close]
+    assert got == run(it, Nobody(), [Budget(at, close)])[0]
+    assert report.close == "hard"
+
+
+def test_a_message_that_the_last_thought_began_is_not_begun_twice() -> None:
+    limit = 21
+    close = (thoughts()[limit - 1], 33, NEVER)
+    begin = [*thoughts()[:limit], 33, NEVER]
+    want = [*begin, *after([*Asked(NEVER).prompt, *begin], REPLY - 2)]
+    for proposer in proposers(want):
+        assert run(asked(limit), proposer, [Budget(limit, close)])[0] == want
+
+
+@pytest.mark.parametrize("said", [1, 15, 16, 17, 19])
+def test_max_tokens_inside_the_message(said: int) -> None:
+    close = message(20)
+    want = by_hand(18, close)[: 18 + said]
+    for proposer in proposers(want):
+        it = Asked(NEVER, max_tokens=18 + said)
+        assert run(it, proposer, [Budget(18, close)])[0] == want
+
+
+def test_a_stop_id_in_the_message_ends_the_request() -> None:
+    # A stop id ends the request wherever it is committed, even as a part of the message.
+    it = Asked(NEVER, max_tokens=60, stop=(18,))
+    got, _ = run(it, Nobody(), [Budget(5, message(4))])
+    assert got == [*thoughts()[:5], *message(4)[:-1]]
+
+
+def test_without_thinking_nothing_happens() -> None:
+    it = Asked(NEVER, thinks=False)
+    plain = after(it.prompt, 60)
+    for proposer in proposers(plain):
+        got, report = run(it, proposer, [Budget(3, message(4))])
+        assert got == plain
+        assert {"answer"} == set(report.phases)
+
+
+def test_the_prompt_is_not_counted() -> None:
+    for length in (3, 60, 200):
+        it = Asked(NEVER, length=length, max_tokens=40)
+        got, _ = run(it, Dflash(), [Budget(11, (NEVER,))])
+        assert got[11] == NEVER
+        assert len(got) == 40
+
+
+# --- soft
+
+
+def gaps(tokens: list[int], close: int) -> list[float]:
+    """Nats from the best id to `close` after each of the tokens, the last prompt token first."""
+    prompt = Asked(close).prompt
+    logits = score(thinker(), [*prompt, *tokens], False, Silent())["logits"][len(prompt) - 1 :]
+    return [float(row.max() - row[close]) for row in logits]
+
+
+@pytest.mark.parametrize("start", [0, 5, 18, 30])
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
+    distance = gaps(thoughts()[:40], NEVER)
+    margin = sorted(distance[start:40])[nth] + 1e-4
+    at = next(i for i in range(start, 40) if distance[i] <= margin)
+    begin = [*thoughts()[:at], NEVER]
+    it = Asked(NEVER, max_tokens=60)
+    want = [*begin, *after([*it.prompt, *begin], 60 - len(begin))]
+    for proposer in proposers(want):
+        budget = Budget(45, message(20), Soft(start, margin))
+        got, report = run(it, proposer, [budget])
+        assert got == want
+        assert report.close == "soft"
+        assert ("soft", "thinking budget") in {(n.what, n.why) for n in report.notes}
+
+
+def test_nothing_is_soft_after_the_close() -> None:
+    """With so wide a margin any soft row closes thinking; a soft row of the answer would, too."""
+    it = Asked(NEVER, max_tokens=50)
+    got, _ = run(it, oracle(thoughts()), [Budget(45, message(4), Soft(7, 1e9))])
+    begin = [*thoughts()[:7], NEVER]
+    assert got == [*begin, *after([*it.prompt, *begin], 42)]
+
+
+@pytest.mark.parametrize("at", [18, 25, 32])
+def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
+    """With so wide a margin a soft row after the mark, in the same block, would close again."""
+    at = _new(at)
+    it = Asked(thoughts()[at], max_tokens=50)
+    for proposer in (Nobody(), oracle(thoughts())):
+        got, report = run(it, proposer, [Budget(45, (NEVER,), Soft(at + 1, 1e9))])
+        assert got == thoughts()[:50]
+        assert report.close == "natural"
+        assert "soft" not in {note.what for note in report.notes}
+
+
+def test_a_margin_of_nothing_changes_nothing() -> None:
+    want = by_hand(20, message(4))
+    got, report = run(asked(20), Dflash(), [Budget(20, message(4), Soft(0, 0.0))])
+    assert got == want
+    assert report.close == "hard"
+
+
+def test_the_state_after_a_close_is_that_of_the_same_tokens_one_by_one() -> None:
+    s, close = thinker(), message(20)
+    want = by_hand(23, close)
+
+    def state() -> dict[str, bytes]:
+        s.model.write_tokens([0])
+        s.model.verify()
+        arrays = s.model.state.snapshot().arrays
+        kept = [n for n in arrays if n.endswith((".state", ".tail")) or n.startswith("attention")]
+        return {name: arrays[name].tobytes() for name in kept}
+
+    run(asked(23), Dflash(), [Budget(23, close)])
+    drafted = state()
+    it = Asked(NEVER, max_tokens=len(want))
+    assert run(it, Nobody(), [Budget(0, tuple(want))])[0] == want
+    assert state() == drafted

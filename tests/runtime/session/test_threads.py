@@ -1,0 +1,179 @@
+"""A session used by two threads: a later request ends the earlier one, and no answer is wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+from support.loop_models import DEAD, answer, prompt, session
+
+from thor_dflash.core.errors import TransactionError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.measure.score import blocks
+from thor_dflash.runtime.session.session import Request, Session
+
+MOMENT_S = 0.2
+"""Time in which another thread would get into a step, if it could."""
+
+
+class Meeting:
+    """Runs `other` in a thread of its own, begun while a step of this thread runs. If it gets as
+    far as the engine, it stays there until this thread's step has ended.
+    """
+
+    def __init__(self, s: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._inside, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self.met = False
+        kind, run = type(s.model.engine), type(s.model.engine).run
+
+        def meet(engine: object, calls: Sequence[Call]) -> None:
+            if threading.current_thread() is self._thread:
+                self._inside.set()
+                self._ended.wait()
+            elif self._thread is not None and not self._thread.ident:
+                self._thread.start()
+                self.met = self._inside.wait(MOMENT_S)
+            run(engine, calls)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(kind, "run", meet)
+
+    def between(self, step: Callable[[], object], other: Callable[[], object]) -> None:
+        """Run a step, and the other during it."""
+        self._thread = threading.Thread(target=lambda: (other(), self._inside.set()))
+        step()
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_request_of_another_thread_waits_for_the_step(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, asked = session(), Request(prompt=prompt(50, 2), max_tokens=12)
+    truth = answer(s, asked, Nobody())
+    first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
+    for _ in range(steps):
+        next(first)
+    found: list[list[int]] = []
+    meeting = Meeting(s, monkeypatch)
+    meeting.between(lambda: next(first), lambda: found.append(answer(s, asked, Nobody())))
+    assert found == [truth]
+    assert not meeting.met
+    with pytest.raises(TransactionError, match="must have the state to itself"):
+        next(first)
+
+
+def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, whole = session(), prompt(90, 3)
+    asked = Request(prompt=whole, max_tokens=12)
+    truth = answer(s, asked, Nobody())
+    first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
+    meeting = Meeting(s, monkeypatch)
+    meeting.between(lambda: next(first), lambda: s.prefixes.put("it", whole))
+    assert answer(s, asked, Nobody()) == truth
+    assert s.report().cached_tokens == 64
+    s.prefixes.drop("it")
+
+
+def test_a_prefix_that_a_request_interrupts_is_not_kept() -> None:
+    s, asked, found = session(), Request(prompt=prompt(50, 2), max_tokens=12), list[list[int]]()
+    truth = answer(s, asked, Nobody())
+
+    def stopped() -> bool:
+        if not found:
+            found.append(answer(s, asked, Nobody()))
+        return False
+
+    with pytest.raises(TransactionError, match="must have the state to itself"):
+        s.prefixes.put("it", prompt(90, 3), stopped=stopped)
+    assert found == [truth]
+    assert s.prefixes.list() == ()
+
+
+def test_whether_a_prefix_shall_stop_is_asked_between_steps() -> None:
+    """The caller may have to wait there for a thread that itself waits for a step to end."""
+    s, free = session(), list[bool]()
+
+    def other() -> None:
+        free.append(s.model.alone.acquire(blocking=False))
+        if free[-1]:
+            s.model.alone.release()
+
+    def stopped() -> bool:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return False
+
+    s.prefixes.put("it", prompt(90, 3), stopped=stopped)
+    s.prefixes.drop("it")
+    assert free
+    assert all(free)
+
+
+def test_what_is_scored_is_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, tokens = session(), prompt(60, 4)
+    want = [block["logits"].tobytes() for block in blocks(s, tokens, ["logits"], Silent())]
+    asked = Request(prompt=prompt(50, 2), max_tokens=12)
+    truth = answer(s, asked, Nobody())
+    scored, found, got = blocks(s, tokens, ["logits"], Silent()), list[list[int]](), list[bytes]()
+    meeting = Meeting(s, monkeypatch)
+    meeting.between(
+        lambda: got.append(next(scored)["logits"].tobytes()),
+        lambda: found.append(answer(s, asked, Nobody())),
+    )
+    assert (got, found) == (want[:1], [truth])
+    with pytest.raises(TransactionError, match="must have the state to itself"):
+        next(scored)
+
+
+def test_a_session_that_another_thread_closes_ends_its_step_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s, within = session(), list[bool]()
+    first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
+    meeting = Meeting(s, monkeypatch)
+    running = [False]
+    run = type(s.model.engine).run
+
+    def noted(engine: object, calls: Sequence[Call]) -> None:
+        running[0] = True
+        run(engine, calls)  # type: ignore[arg-type]
+        running[0] = False
+
+    monkeypatch.setattr(type(s.model.engine), "run", noted)
+    monkeypatch.setattr(type(s.model.engine), "close", lambda _: within.append(running[0]))
+    meeting.between(lambda: next(first), s.close)
+    assert within == [False]
+    first.close()
+
+
+def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its finaliser may run in a thread that holds what that step waits for."""
+    monkeypatch.setattr("thor_dflash.runtime.session.FINALISER_S", 0.01)
+    s = session()
+    chunks = s.run(Request(prompt=prompt(20), max_tokens=20), Nobody())
+    next(chunks)
+    held, done = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with s.model.alone:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    held.wait()
+    chunks.close()  # type: ignore[attr-defined]
+    assert not done.is_set()
+    report = s.report()
+    done.set()
+    thread.join()
+    assert (report.finish, report.timings.phases_ms) == ("cancelled", {})
+    assert answer(s, Request(prompt=prompt(20), max_tokens=20), Nobody())

@@ -1,0 +1,375 @@
+"""The clients by themselves: how they close, try again and recognise their own answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.waiting import until
+
+from thor_dflash.core.errors import ConfigError, PlanError
+from thor_dflash.serving.client import async_client, client, retry
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client.retry import Tries, fill
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.transport import curve
+
+NOWHERE = "tcp://127.0.0.1:9"
+STREAM = Ask(prompt="x", stream="all")
+
+
+def ends(work: Callable[[], object]) -> None:
+    """Run `work`, which might never return; the test fails if it does not."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+# --- closing
+
+
+def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    streams: list[Any] = []
+
+    def leave() -> None:
+        with RemotePlanner(server.endpoints[0]) as planner:
+            streams.extend(planner.stream(STREAM) for _ in range(2))
+            next(streams[0])
+            assert held.waiting.wait(20)
+
+    ends(leave)
+    for stream in streams:  # the first had begun, the second had not
+        with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
+            next(stream)
+    books = server._desk.books
+    until(lambda: books.running is None or books.running.stop)
+    held.let()
+    until(lambda: held.ended)
+    assert held.ended == ["cancelled"]
+
+
+def test_a_stream_may_be_closed_after_its_client(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0])
+    stream: Any = planner.stream(STREAM)
+    next(stream)
+    ends(planner.close)
+    stream.close()
+    planner.close()
+
+
+def test_a_closed_client_says_so_at_once(house: Any) -> None:
+    planner = RemotePlanner(house.mock().endpoints[0], Options(retries=10**9))
+    planner.close()
+    for work in (planner.ping, lambda: planner.plan(STREAM), lambda: list(planner.stream(STREAM))):
+        with pytest.raises(PlanError, match="the client was closed") as caught:
+            work()
+        assert caught.value.code == "unreachable"
+
+
+def test_a_client_ends_where_a_deadline_passed_while_trying() -> None:
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(timeout_s=0.02)) as planner:
+            list(planner.stream(Ask(prompt="x", deadline_ms=30)))
+
+    with pytest.raises(PlanError) as caught:
+        ends(ask)
+    assert caught.value.code == "unreachable"  # not "deadline", which a server would say
+
+
+def test_a_client_ends_where_its_keys_went(tmp_path: Path) -> None:
+    curve.keygen(tmp_path / "keys")
+
+    def ask() -> None:
+        with RemotePlanner(NOWHERE, Options(keys=str(tmp_path / "keys"))) as planner:
+            (tmp_path / "keys/client.secret").unlink()
+            list(planner.stream(STREAM))
+
+    with pytest.raises(ConfigError, match=r"client.secret must be"):
+        ends(ask)
+
+
+def test_an_idle_client_that_was_refused_for_long_may_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """libzmq blocks when the pipe of its monitor is full, which nobody reads in an idle client.
+    With a wrong key that takes two minutes; here it is hurried.
+    """
+    monkeypatch.setitem(retry.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
+    monkeypatch.setattr(retry, "WATCHED", zmq.EVENT_ALL)
+    with socket.create_server(("127.0.0.1", 0)) as refusing:
+        planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
+        refusing.settimeout(0.2)
+        with suppress(TimeoutError):  # once libzmq blocks, it connects no more
+            for _ in range(500):  # each attempt makes five events, and the pipe holds 2000
+                refusing.accept()[0].close()
+        ends(planner.close)
+
+
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
+@pytest.mark.parametrize(
+    ("endpoint", "keys"), [("nowhere", ""), (NOWHERE, "nokeys")], ids=["endpoint", "keys"]
+)
+def test_a_client_that_cannot_be_made_leaves_nothing_open(
+    kind: Any, endpoint: str, keys: str
+) -> None:
+    """Otherwise, if the context were garbage-collected before its socket, it would wait for that
+    socket for ever.
+    """
+    it = kind.__new__(kind)
+    try:
+        with pytest.raises(ConfigError):
+            it.__init__(endpoint, Options(keys=keys))
+        assert it._context.closed
+    finally:
+        it._context.destroy(linger=0)
+
+
+def test_closing_an_asyncio_client_ends_all_that_wait(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for an answer, for the rest of a stream, for a connection, and for the next try."""
+    monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
+    server, held = house.held(max_queue=1)
+    held.let(2)
+
+    async def main() -> None:
+        planner = AsyncPlanner(server.endpoints[0], Options(retries=10**9, plan_timeout_s=5.0))
+        lonely = AsyncPlanner(NOWHERE, Options(timeout_s=5.0))
+        stream = planner.stream(STREAM)
+        await anext(stream)
+        asks = [Ask(prompt="x", session=f"{i}") for i in range(2)]
+        waiting = [asyncio.create_task(planner.plan(asks[0]))]
+        while (await planner.simple("health"))["waiting"] < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(planner.plan(asks[1]))]
+        while (await planner.simple("stats"))["refused"].get("busy", 0) < 1:
+            await asyncio.sleep(0.002)
+        waiting += [asyncio.create_task(lonely.simple("ping"))]
+        await asyncio.sleep(0.01)
+        for one in (planner, lonely):
+            await one.close()
+            await one.close()
+        for work in (*waiting, rest(stream), planner.plan(asks[0]), planner.simple("ping")):
+            with pytest.raises(PlanError, match="the client was closed") as caught:
+                await asyncio.wait_for(work, 20)
+            assert caught.value.code == "unreachable"
+
+    async def rest(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(main())
+
+
+# --- asking
+
+
+@pytest.mark.parametrize(
+    ("own", "usual", "sent"),
+    [("own", "usual", "own"), ("own", None, "own"), (None, "usual", "usual"), (None, None, None)],
+)
+def test_a_token_of_the_request_goes_before_that_of_the_client(
+    own: str | None, usual: str | None, sent: str | None
+) -> None:
+    for request in (Ask(prompt="x", token=own), messages.Simple(op="ping", token=own)):
+        body = fill(request, Options(token=usual)).body
+        assert msgspec.msgpack.decode(body).get("token") == sent
+
+
+def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("own")
+    token.chmod(0o600)
+    server, held = house.held(token_file=str(token))
+    held.let(2)
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0], Options(token="another")) as planner:
+            stream: Any = planner.stream(Ask(prompt="x", stream="all", token="own"))
+            await anext(stream)
+            await stream.aclose()
+            # On the same connection, so it is answered after the `cancel` of the closed stream.
+            stats = await planner.call(messages.Simple(op="stats", token="own"))
+            assert stats["refused"].keys() <= {"cancelled"}  # and none is unauthorized
+            assert stats["requests"]["cancel"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["plan", "stream"])
+def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str) -> None:
+    server, held = house.held()
+    options = Options(plan_timeout_s=0.05, timeout_s=20.0)
+    with RemotePlanner(server.endpoints[0], options) as planner:
+        with pytest.raises(
+            PlanError, match=r"within plan_timeout_s \(got nothing for 0.05 s\)"
+        ) as e:
+            planner.plan(STREAM) if kind == "plan" else list(planner.stream(STREAM))
+        assert (e.value.code, e.value.retryable) == ("deadline", False)
+        until(lambda: planner.stats()["requests"].get("cancel"))
+        held.let()
+        until(lambda: not planner.stats()["running"])
+        assert planner.stats()["finished"] == {"cancelled": 1}
+        assert planner.plan(Ask(prompt="x", deadline_ms=20_000)).status == "ok"
+
+
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
+def test_a_stream_that_goes_on_may_take_as_long_as_it_likes(
+    house: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, held = house.held()
+    ahead, options = 0.0, Options(plan_timeout_s=20.0)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
+    for module in (client, async_client, retry):
+        monkeypatch.setattr(module, "time", clock)
+
+    def take(event: messages.Event) -> messages.Event:
+        nonlocal ahead
+        ahead += 15.0
+        held.let(1)
+        return event
+
+    async def last() -> Any:
+        async with AsyncPlanner(server.endpoints[0], options) as planner:
+            return [take(event) async for event in planner.stream(STREAM)][-1]
+
+    held.let(1)
+    if kind is AsyncPlanner:
+        result = asyncio.run(last())
+    else:
+        with RemotePlanner(server.endpoints[0], options) as planner:
+            result = [take(event) for event in planner.stream(STREAM)][-1]
+    assert (result.finish_reason, ahead > 60) == ("stop", True)
+
+
+def test_a_client_may_wait_for_ever(house: Any) -> None:
+    options = Options(plan_timeout_s=math.inf, timeout_s=math.inf)
+    with RemotePlanner(house.mock().endpoints[0], options) as planner:
+        assert [planner.ping()["status"], planner.plan(STREAM).status] == ["ok", "ok"]
+
+
+@contextmanager
+def answering(texts: dict[str, str], envelopes: list[list[bytes]] | None = None) -> Iterator[str]:
+    """A server that answers one request with a result for each of `texts`, whose keys are ids of
+    requests; "" stands for the id of the request itself.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger, router.rcvtimeo = 0, 20_000
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        *envelope, body = router.recv_multipart()
+        if envelopes is not None:
+            envelopes.append(envelope)
+        own = msgspec.msgpack.decode(body)["id"]
+        for id, text in texts.items():
+            reply = {"type": "result", "id": id or own, "finish_reason": "stop", "text": text}
+            router.send_multipart([*envelope, msgspec.msgpack.encode(reply)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        thread.join(20)
+        router.close()
+        context.term()
+
+
+@pytest.fixture
+def late() -> Iterator[str]:
+    """A server that answers each request when the next one comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def serve() -> None:
+        last: list[bytes] = []
+        while not over.is_set():
+            if router.poll(10):
+                if last:
+                    router.send_multipart(last)
+                *envelope, body = router.recv_multipart()
+                reply = {"type": "result", "id": msgspec.msgpack.decode(body)["id"]}
+                last = [*envelope, msgspec.msgpack.encode(reply)]
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"tcp://127.0.0.1:{port}"
+    over.set()
+    thread.join(20)
+    router.close()
+    context.term()
+
+
+def test_an_answer_to_another_request_is_not_taken() -> None:
+    """Not even if its envelope is right."""
+    with (
+        answering({"another": "wrong"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+        pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
+    ):
+        planner.plan(Ask(prompt="x"))
+
+
+def test_a_late_answer_does_not_block_the_next_request(late: str) -> None:
+    """The answer to the first request arrives while the second one's is waited for, which does not
+    come. The socket drops it, and the client must not block in reading.
+    """
+    with RemotePlanner(late, Options(timeout_s=0.1, retries=0)) as planner:
+        for _ in range(2):
+            with pytest.raises(PlanError, match="it is connected, and silent"):
+                ends(planner.ping)
+
+
+def test_a_stream_skips_what_is_not_its_own() -> None:
+    with (
+        answering({"another": "wrong", "": "right"}) as endpoint,
+        RemotePlanner(endpoint, Options(retries=0)) as planner,
+    ):
+        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+    assert result.text == "right"
+
+
+def test_an_answer_has_no_frame_before_its_body() -> None:
+    """libzmq aborts the process if a connection is lost between two frames of a message."""
+    envelopes: list[list[bytes]] = []
+    with answering({"": "right"}, envelopes) as endpoint, RemotePlanner(endpoint) as planner:
+        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+    assert result.text == "right"
+
+    async def ask(endpoint: str) -> messages.Result:
+        async with AsyncPlanner(endpoint) as planner:
+            return await planner.plan(Ask(prompt="x"))
+
+    with answering({"": "right"}, envelopes) as endpoint:
+        assert asyncio.run(ask(endpoint)).text == "right"
+    assert [len(envelope) for envelope in envelopes] == [1, 1], "the routing id alone"

@@ -1,0 +1,168 @@
+"""A plan that is sent again does not take the place of a later one of its session; and how long a
+client tries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from support.waiting import PATIENCE_S
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client.retry import GRACE_S, Tries
+from thor_dflash.serving.protocol import messages
+
+NOWHERE = "tcp://127.0.0.1:9"
+OLD, NEW = Ask(prompt="old"), Ask(prompt="new")
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """What refused plans wait for, in place of the time after which they are sent again."""
+    event = asyncio.Event()
+
+    async def wait(planner: AsyncPlanner, tries: Tries, error: PlanError) -> None:
+        tries.again(error)
+        await event.wait()
+
+    monkeypatch.setattr(AsyncPlanner, "_wait", wait)
+    return event
+
+
+async def outcome(plan: Awaitable[messages.Result]) -> str:
+    try:
+        return (await plan).finish_reason
+    except PlanError as e:
+        return e.code
+
+
+async def until(what: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await what():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["running", "over"])
+@pytest.mark.parametrize(
+    ("old", "new", "then"),
+    [
+        (OLD, NEW, "preempted"),
+        (OLD, Ask(prompt="new", preempt="none"), "preempted"),
+        (Ask(prompt="old", session="arm"), Ask(prompt="new", session="arm"), "preempted"),
+        (Ask(prompt="old", session="arm"), NEW, "stop"),
+        (Ask(prompt="old", preempt="none"), NEW, "stop"),
+    ],
+    ids=["client", "polite", "named", "other", "patient"],
+)
+def test_a_plan_that_was_refused_does_not_displace_a_later_one(
+    house: Any, again: asyncio.Event, old: Ask, new: Ask, then: str, over: bool
+) -> None:
+    server, held, load = house.held_later()
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0]) as planner:
+
+            async def stat(name: str, code: str) -> bool:
+                return bool((await planner.simple("stats"))[name].get(code))
+
+            async def ready() -> bool:
+                return bool((await planner.simple("health"))["ready"])
+
+            async def running() -> bool:
+                return bool(held.waiting.is_set())
+
+            first = asyncio.create_task(outcome(planner.plan(old)))
+            await until(lambda: stat("refused", "not_ready"))
+            load.set()
+            await until(ready)
+            second = asyncio.create_task(outcome(planner.plan(new)))
+            await until(running)
+            if over:
+                held.let()
+                assert await second == "stop"
+            again.set()
+            held.let()
+            assert (await first, await second) == (then, "stop")
+            assert planner._waiting == {}, "no session is remembered for longer than its plans"
+
+    asyncio.run(main())
+
+
+def test_a_later_plan_that_no_server_took_displaces_nothing(
+    house: Any, again: asyncio.Event
+) -> None:
+    server, held, load = house.held_later()
+
+    async def main() -> None:
+        async with AsyncPlanner(server.endpoints[0]) as planner:
+
+            async def asked() -> bool:
+                return bool((await planner.simple("stats"))["refused"].get("not_ready"))
+
+            async def ready() -> bool:
+                return bool((await planner.simple("health"))["ready"])
+
+            first = asyncio.create_task(outcome(planner.plan(OLD)))
+            await until(asked)
+            assert await outcome(planner.plan(Ask(prompt="x" * 2**21))) == "too_large"
+            load.set()
+            await until(ready)
+            again.set()
+            held.let()
+            assert await first == "stop"
+            assert planner._waiting == {}
+
+    asyncio.run(main())
+
+
+def test_a_deadline_is_less_with_every_try() -> None:
+    began = time.monotonic() - 3
+    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
+    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
+    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
+    with pytest.raises(PlanError) as caught:
+        late.send()
+    assert caught.value.code == "deadline"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
+    ask = Ask(prompt="x", deadline_ms=1)
+
+    async def begun() -> None:
+        async with AsyncPlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            await asyncio.sleep(0.01)
+            await anext(events)
+
+    def work() -> None:
+        if kind == "async":
+            asyncio.run(begun())
+        with RemotePlanner(NOWHERE) as planner:
+            events = planner.stream(ask)
+            time.sleep(0.01)
+            next(events)
+
+    with pytest.raises(PlanError, match="the deadline passed before a server took the plan"):
+        work()
+
+
+def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
+    began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
+    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
+    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
+    for request, limit in (
+        (Ask(prompt="x"), 500),
+        (messages.PrefixPut(prefix_id="a", system="x"), 500),
+        (messages.Simple(op="ping"), 60),
+    ):
+        tries = Tries(options, request, began=began)
+        assert tries.until == began + limit
+        assert tries.connect_by <= time.monotonic() + 60

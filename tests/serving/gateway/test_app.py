@@ -1,0 +1,385 @@
+"""OpenAI's own client against the gateway over mock servers."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from support.http_gateway import CHAT, JSON, client, gateway, get
+from support.waiting import until
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.gateway import app as gateway_module
+from thor_dflash.serving.gateway import metrics
+from thor_dflash.serving.gateway import openai_api as openai_words
+from thor_dflash.serving.gateway import server_pool as fleet_module
+from thor_dflash.serving.planner.mock_backend import PLAN, THINKING
+from thor_dflash.serving.protocol import messages as wire
+
+
+def test_a_completion(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+        answer = openai.chat.completions.create(model="mock", messages=CHAT)
+        choice = answer.choices[0]
+        assert choice.message.content == PLAN
+        assert choice.message.reasoning_content.strip() == THINKING.strip()
+        assert choice.finish_reason == "stop"
+        assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+        assert answer.thor_dflash["plan_valid"] is True
+        assert answer.thor_dflash["timings"]["e2e_ms"] > 0
+        short = openai.chat.completions.create(model="mock", messages=CHAT, max_tokens=5)
+        assert (short.choices[0].finish_reason, short.model) == ("length", "mock")
+        off = openai.chat.completions.create(
+            model="mock", messages=CHAT, reasoning_effort="none", extra_body={"session": "arm"}
+        )
+        assert off.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+        pieces = list(
+            openai.chat.completions.create(
+                model="mock", messages=CHAT, stream=True, stream_options={"include_usage": True}
+            )
+        )
+    deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
+    assert "".join(delta.content or "" for delta in deltas).rstrip() == PLAN
+    thought = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
+    assert thought.strip() == THINKING.strip()
+    assert pieces[-2].choices[0].finish_reason == "stop"
+    assert pieces[-1].usage.prompt_tokens > 0
+
+
+def test_every_piece_of_a_stream_has_the_time_of_its_beginning(house: Any) -> None:
+    slow = house.mock(0.1)  # its steps take more than a second, the unit of `created`
+    with gateway(slow.endpoints[0]) as address, client(address) as openai:
+        pieces = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
+        assert len({(piece.id, piece.created) for piece in pieces}) == 1
+
+
+def test_a_schema_and_what_is_refused(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+
+        def ask(**fields: Any) -> Any:
+            return openai.chat.completions.create(model="mock", messages=CHAT, **fields)
+
+        schema = {"type": "object", "required": ["goal"]}
+        wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
+        assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+        for fields, name in (
+            ({"temperature": 0.7}, "temperature"),
+            ({"top_p": 0.7}, "top_p"),
+            ({"n": 2}, "n"),
+            ({"logprobs": True}, "logprobs"),
+            ({"stop": ["."]}, "stop"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            *(
+                ({"reasoning_effort": effort}, "reasoning_effort")
+                for effort in ("minimal", "low", "medium", "high", "much")
+            ),
+            ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
+            ({"extra_body": {"priority": 99}}, "priority"),
+            ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
+            ({"max_tokens": 1 << 40}, "max_tokens"),
+            ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
+            ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+            ({"extra_body": {"json_schema": {}}}, "json_schema"),
+            ({"response_format": wrong}, "response_format.json_schema.schema"),
+        ):
+            with pytest.raises(BadRequestError) as caught:
+                ask(**fields)
+            assert caught.value.param == name, fields
+            assert name in caught.value.message
+        with pytest.raises(BadRequestError) as caught:
+            openai.chat.completions.create(
+                model="mock", messages=[{"role": "user", "content": "x " * 9000}]
+            )
+        assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_web_page_cannot_ask_for_plans(house: Any, kind: str | None) -> None:
+    """Of these types a browser sends a body to any server, without asking it first."""
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+        page.request(
+            "POST", "/v1/chat/completions", msgspec.json.encode({"messages": CHAT}),
+            {"Content-Type": kind} if kind else {},
+        )  # fmt: skip
+        reply = page.getresponse()
+        error = msgspec.json.decode(reply.read())["error"]
+        page.close()
+    assert (reply.status, error["code"]) == (400, "bad_request")
+    assert error["message"] == f"content-type must be application/json (got {kind or 'nothing'})"
+    assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
+
+
+def test_models_health_and_metrics(house: Any) -> None:
+    servers = [house.mock().endpoints[0], "ipc:///nowhere/plan"]
+    with gateway(*servers) as address, client(address) as openai:
+        openai.chat.completions.create(model="mock", messages=CHAT)
+        end = time.monotonic() + 20
+        while not (names := [model.id for model in openai.models.list()]):
+            assert time.monotonic() < end
+        assert names == ["mock"]
+        health = msgspec.json.decode(get(f"{address}/health"))
+        assert health["ready"] is True
+        assert health["servers"][servers[1]] is None
+        text = get(f"{address}/metrics")
+    assert f'thor_dflash:up{{server="{servers[0]}"}} 1.0' in text
+    assert f'thor_dflash:up{{server="{servers[1]}"}} 0.0' in text
+    assert 'thor_dflash:request_success_total{finished_reason="stop"' in text
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert f"thor_dflash:spec_decode_{name}_total" in text
+
+
+def test_models_are_those_of_servers_that_take_plans(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
+    server, held = house.held()
+    peer = house.peer(server)
+    with gateway(server.endpoints[0]) as address:
+
+        def names() -> list[str]:
+            found = msgspec.json.decode(get(f"{address}/v1/models"))["data"]
+            return [model["id"] for model in found]
+
+        until(lambda: names() == ["mock"])
+        peer.send(op="plan", id="p", prompt="x")  # it drains for as long as this one lasts
+        assert held.waiting.wait(20)
+        server.stop()
+        until(lambda: names() == [])
+        held.let()
+        assert peer.final("p")["status"] == "ok"
+
+
+def test_positions_are_metrics_of_their_own() -> None:
+    stats: dict[str, Any] = {
+        "spec": {"cycles": 3, "drafted": 45, "accepted": 9, "accepted_per_position": [3, 2]},
+        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 1,
+        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms")),
+    }  # fmt: skip
+    text = metrics.render([("a", stats)]).decode()
+    name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
+    assert f'{name}{{position="1",server="a"}} 2.0' in text
+
+
+def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
+    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
+        with pytest.raises(NotFoundError, match="POST /v1/completions must be a route") as caught:
+            openai.completions.create(model="mock", prompt="x")
+        assert (caught.value.type, caught.value.code) == ("invalid_request_error", "bad_request")
+        with pytest.raises(urllib.error.HTTPError) as wrong:
+            get(f"{address}/v1/chat/completions")
+        assert (wrong.value.code, wrong.value.headers["allow"]) == (405, "POST")
+        assert "Method Not Allowed" in msgspec.json.decode(wrong.value.read())["error"]["message"]
+
+
+def test_without_a_server_it_says_so(house: Any) -> None:
+    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
+        with pytest.raises(APIStatusError) as caught:
+            openai.chat.completions.create(model="", messages=CHAT, extra_body={"deadline_ms": 100})
+        assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
+
+
+@pytest.mark.parametrize(
+    ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
+)
+def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
+    busy = PlanError("busy", "later", retry_after_ms=ms)
+    assert gateway_module._refused(busy).headers["retry-after"] == seconds
+    assert "retry-after" not in gateway_module._refused(PlanError("busy", "later")).headers
+
+
+def test_every_refusal_says_whether_to_try_again() -> None:
+    for code in openai_words.STATUS:
+        for retryable in (True, False):
+            reply = gateway_module._refused(PlanError(code, "no", retryable=retryable))
+            assert reply.headers["x-should-retry"] == str(retryable).lower()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_tries_again_does_not_displace_the_plan_that_displaced_its_own(
+    house: Any, stream: bool
+) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    answers: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        # With its default options: it tries twice more unless the reply tells it not to.
+        with OpenAI(base_url=f"{address}/v1", api_key="none") as openai:
+            try:
+                create = openai.chat.completions.create
+                answer = create(
+                    model="", messages=CHAT, stream=stream, extra_body={"session": "arm"}
+                )
+                answers[name] = list(answer) if stream else answer
+            except APIStatusError as e:
+                answers[name] = e.code
+
+    with gateway(server.endpoints[0]) as address:
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("old", "new")]
+        threads[0].start()
+        assert held.waiting.wait(20)
+        threads[1].start()
+        until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+        # Plans are checked before validations: after this answer the new plan is accepted.
+        peer.ask(op="validate", id="v", prompt="x")
+        held.let(1)
+        threads[0].join(20)
+        assert answers == {"old": "preempted"}
+        held.let()
+        threads[1].join(20)
+        assert answers["new"] != "preempted"
+        assert peer.ask(op="stats", id="s")["requests"]["plan"] == 2
+
+
+def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("open sesame\n")
+    secret.chmod(0o600)
+    server = house.mock(token_file=str(secret)).endpoints[0]
+    with gateway(server, token_file=str(secret)) as address, client(address) as openai:
+        answer = openai.chat.completions.create(model="mock", messages=CHAT)
+        assert answer.choices[0].message.content == PLAN
+    with (
+        gateway(server) as address,
+        client(address) as openai,
+        pytest.raises(AuthenticationError, match="token"),
+    ):
+        openai.chat.completions.create(model="mock", messages=CHAT)
+
+
+def test_several_servers_share_the_work(house: Any) -> None:
+    pairs = [house.held() for _ in range(2)]
+    answers: list[Any] = []
+    with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
+
+        def ask() -> None:
+            with client(address) as openai:
+                answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
+
+        end = time.monotonic() + 20
+        while get(f"{address}/health").count('"state":"ready"') < 2:
+            assert time.monotonic() < end
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            while sum(held.waiting.is_set() for _, held in pairs) < number:
+                assert time.monotonic() < end, "the second went where the first one is"
+                time.sleep(0.005)
+        for _, held in pairs:
+            held.let()
+        for thread in threads:
+            thread.join(20)
+    assert len(answers) == 2
+
+
+def test_chats_of_one_gateway_do_not_replace_each_other(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with client(address) as openai:
+            answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
+
+    with gateway(server.endpoints[0]) as address:
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        threads[0].start()
+        assert held.waiting.wait(20)
+        threads[1].start()
+        until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+        held.let()
+        for thread in threads:
+            thread.join(20)
+    assert [answer.choices[0].message.content for answer in answers] == [PLAN, PLAN]
+
+
+def test_a_session_of_their_own_has_chats_replace_each_other() -> None:
+    def ask(**fields: object) -> wire.Ask:
+        return openai_words.ask_of(
+            openai_words.read(msgspec.json.encode({"messages": CHAT, **fields}))
+        )
+
+    assert (ask().session, ask().preempt) == (None, "none")
+    assert (ask(session="arm").session, ask(session="arm").preempt) == ("arm", "same_session")
+
+
+def test_what_one_server_refuses_another_may_take(house: Any) -> None:
+    full, held = house.held(max_queue=1)
+    peer = house.peer(full)
+    for name in "ab":
+        peer.send(op="plan", id=name, session=name, prompt="x")
+    while peer.ask(op="health", id="h")["waiting"] < 1:
+        time.sleep(0.005)
+    free = house.mock()
+    for order in ((full, free), (free, full)):
+        with gateway(*(server.endpoints[0] for server in order)) as address:
+            with client(address) as openai:
+                answer = openai.chat.completions.create(model="mock", messages=CHAT)
+            assert answer.choices[0].message.content == PLAN
+    held.let()
+
+
+def test_a_chat_too_long_for_the_server_ends_nobody_elses(house: Any) -> None:
+    server, held = house.held(max_message=4000)
+    held.let(2)
+    with gateway(server.endpoints[0]) as address, client(address) as openai:
+        until(lambda: list(openai.models.list()))  # the gateway then knows the server's limits
+        other = iter(openai.chat.completions.create(model="mock", messages=CHAT, stream=True))
+        next(other)
+        with pytest.raises(APIStatusError) as caught:
+            openai.chat.completions.create(
+                model="mock", messages=[{"role": "user", "content": "x" * 4000}]
+            )
+        assert (caught.value.status_code, caught.value.code) == (413, "too_large")
+        held.let()
+        assert [piece.choices[0].finish_reason for piece in other][-1] == "stop"
+
+
+def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
+    server, held = house.held()
+    held.let(2)
+    with gateway(server.endpoints[0]) as address, client(address) as openai:
+        stream = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
+        next(iter(stream))
+        assert held.waiting.wait(20)
+        stream.close()
+        peer = house.peer(server)
+        while not peer.ask(op="stats", id="s")["requests"].get("cancel"):
+            time.sleep(0.005)
+        held.let()
+        while not held.ended:
+            time.sleep(0.005)
+    assert held.ended == ["cancelled"]
+
+
+def test_a_client_that_leaves_before_its_answer_cancels_its_plan(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "LOOK_S", 0.01)
+    server, held = house.held()
+    with gateway(server.endpoints[0]) as address:
+        leaver = http.client.HTTPConnection(address.removeprefix("http://"))
+        body = msgspec.json.encode({"messages": CHAT})
+        leaver.request("POST", "/v1/chat/completions", body, JSON)
+        assert held.waiting.wait(20)
+        leaver.close()
+        peer = house.peer(server)
+        until(lambda: peer.ask(op="stats", id="s")["requests"].get("cancel"))
+        held.let()
+        until(lambda: held.ended)
+    assert held.ended == ["cancelled"]

@@ -1,0 +1,87 @@
+"""`/v1/models/NAME`: one model of the list, for clients that look whether it is there."""
+
+from __future__ import annotations
+
+import http.client
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from support.http_gateway import client, gateway
+from support.waiting import until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.serving.gateway import server_pool
+from thor_dflash.serving.planner.backend import About
+from thor_dflash.serving.planner.mock_backend import MockBackend
+
+NAME = "nvidia/Qwen 3.6?ü"
+
+
+class Named(MockBackend):
+    """A mock with the name of a model as hubs have them."""
+
+    @property
+    def about(self) -> About:
+        return replace(super().about, model=NAME)
+
+
+def told(address: str, path: str) -> tuple[int, Any, str | None]:
+    """Status, body and `x-should-retry` of an answer."""
+    asker = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    asker.request("GET", path)
+    reply = asker.getresponse()
+    body = msgspec.json.decode(reply.read())
+    asker.close()
+    return reply.status, body, reply.getheader("x-should-retry")
+
+
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(member: Any) -> None:
+        """No health check comes before the question."""
+
+    monkeypatch.setattr(server_pool, "_look_after", look)
+
+
+@pytest.mark.parametrize("path", [quote(NAME), quote(NAME, safe="")])
+def test_a_model_is_told_as_in_the_list(house: Any, path: str) -> None:
+    servers = (house.mock(), house.serve(Named(ServeConfig())))
+    with gateway(*(server.endpoints[0] for server in servers)) as address:
+        status, one, _ = told(address, f"/v1/models/{path}")
+        assert (status, one["id"], one["object"]) == (200, NAME, "model")
+        until(lambda: len(told(address, "/v1/models")[1]["data"]) == 2)
+        listed = told(address, "/v1/models")[1]["data"]
+        assert one in listed
+        assert told(address, "/v1/models/")[1]["data"] == listed
+        with client(address) as openai:
+            assert [openai.models.retrieve(name).id for name in ("mock", NAME)] == ["mock", NAME]
+
+
+def test_a_model_is_found_before_its_server_is_known_to_be_ready(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never(monkeypatch)
+    with gateway(house.mock().endpoints[0]) as address:
+        assert told(address, "/v1/models")[1]["data"] == []
+        assert told(address, "/v1/models/mock")[0] == 200
+
+
+def test_an_unknown_model_is_refused_as_by_the_chat(house: Any) -> None:
+    with gateway(house.mock().endpoints[0]) as address:
+        status, body, again = told(address, "/v1/models/mok")
+        assert (status, again) == (404, "false")
+        error = body["error"]
+        assert (error["code"], error["type"]) == ("model_not_found", "invalid_request_error")
+        assert "(got mok; did you mean mock?)" in error["message"]
+
+
+def test_a_model_of_a_server_that_does_not_answer_is_not_said_to_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never(monkeypatch)
+    monkeypatch.setattr(server_pool, "SOON_S", 0.1)
+    with gateway("ipc:///nowhere/plan") as address:
+        status, body, again = told(address, "/v1/models/mock")
+        assert (status, body["error"]["code"], again) == (503, "unreachable", "true")

@@ -1,0 +1,229 @@
+"""The gateway's requests and refusals in OpenAI's terms; its statuses and metrics are those of
+docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.gateway import metrics
+from thor_dflash.serving.gateway.openai_api import (
+    STATUS,
+    Completion,
+    StreamOptions,
+    ask_of,
+    error,
+    read,
+)
+from thor_dflash.serving.server.stats import KEPT
+
+CHAT = [{"role": "user", "content": "Bring the cup."}]
+DOCUMENT = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+TEXT = {"type": "text", "text": "Bring it."}
+LEFT_OUT = "must be left out: the gateway does not support it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n must be 1 (got 2)"),
+        ({"n": "2"}, 'n must be 1 (got "2")'),
+        ({"logprobs": True}, "logprobs must be false (got true)"),
+        ({"stop": [5]}, "stop must be left out: the end of an answer is the model's (got [5])"),
+        ({"temperature": 0.7}, "temperature must be 0: decoding is greedy (got 0.7)"),
+        ({"top_p": 0.5}, "top_p must be 1: decoding is greedy (got 0.5)"),
+        ({"thinking": "some"}, 'thinking must be on, off or auto (got "some")'),
+        ({"tools": []}, f"tools {LEFT_OUT}"),
+        (
+            {"max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens must be left out where max_completion_tokens is given (got 5)",
+        ),
+        ({"frequency_penalty": 1}, f"frequency_penalty {LEFT_OUT}"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options must go with stream: true (got false)",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": False}},
+            f"stream_options.include_obfuscation {LEFT_OUT}",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**TEXT, "cache_control": {}}]}]},
+            f"messages[0].content[0].cache_control {LEFT_OUT}",
+        ),
+        (
+            {"response_format": {"type": "grammar"}},
+            'response_format.type must be text or json_schema (got "grammar")',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            f"response_format.json_schema.x {LEFT_OUT}",
+        ),
+        *(
+            (
+                {"response_format": {"type": kind, "json_schema": {"schema": {}}}},
+                "response_format.json_schema must be left out "
+                "where response_format.type is not json_schema",
+            )
+            for kind in ("text", "json_object")
+        ),
+        *(
+            ({"response_format": {"type": kind, **more, "x": 1}}, f"response_format.x {LEFT_OUT}")
+            for kind, more in (
+                ("text", {}),
+                ("json_object", {}),
+                ("json_schema", {"json_schema": {"schema": {}}}),
+            )
+        ),
+        (
+            {"messages": [*CHAT, {"role": "function", "content": ""}]},
+            'messages[1].role must be system, developer, user, assistant or tool (got "function")',
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            'messages[0].content[0].type must be text (got "image_url")',
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
+            f"messages[0].tool_calls {LEFT_OUT}",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> None:
+    body = msgspec.json.encode({"messages": CHAT, **fields})
+    with pytest.raises(PlanError) as caught:
+        ask_of(read(body))
+    assert caught.value.message == message
+    assert caught.value.field == message.split()[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in Completion.__struct_fields__ if name != "messages"),
+        *({name: None} for name in ("tools", "frequency_penalty", "logit_bias", "store")),
+        {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None}]},
+        {"response_format": {"type": "text", "json_schema": None}},
+    ],
+    ids=str,
+)
+def test_null_is_as_if_left_out(fields: dict[str, Any]) -> None:
+    bare = {"messages": CHAT}
+    asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **fields})]
+    assert asks[0] == asks[1]
+
+
+def test_null_is_kept_where_it_says_something() -> None:
+    schema = {"properties": {"a": {"const": None}}, "default": None}
+    format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    options = {"include_usage": None}
+    body = {"messages": CHAT, "response_format": format, "stream": True, "stream_options": options}
+    asked = read(msgspec.json.encode(body))
+    assert ask_of(asked).json_schema == schema
+    assert asked.stream_options == StreamOptions()
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [({"messages": None}, "messages"), ({"messages": [{**CHAT[0], "content": None}]},
+                                        "messages[0].content")],
+)  # fmt: skip
+def test_what_must_be_there_is_not_null(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read(msgspec.json.encode(fields))
+    assert caught.value.message == f"{where} must be present (got nothing)"
+
+
+def test_what_is_taken_without_effect_has_none() -> None:
+    told = DOCUMENT.partition("Taken, and without effect:")[2].partition(".\n")[0]
+    plain = {"type": "json_schema", "json_schema": {"schema": {}}}
+    more = {"type": "json_schema", "json_schema": {"schema": {}, "strict": False, "name": "a"}}
+    named = [{**CHAT[0], "name": "Ann"}]
+    for extra in ({"user": "u"}, {"seed": 5}, {"messages": named}, {"response_format": more}):
+        bare = {"messages": CHAT, "response_format": plain}
+        asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
+        assert asks[0] == asks[1]
+        assert f"`{next(iter(extra))}" in told
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("prompt", "messages"),
+        ("messages", "messages"),
+        ("json_schema", "response_format.json_schema.schema"),
+        ("deadline_ms", "deadline_ms"),
+    ],
+)
+def test_a_refusal_of_a_server_names_what_the_client_sent(field: str, param: str) -> None:
+    refusal = PlanError("bad_request", f"{field} must be {field}", field=field)
+    told = error(refusal, read(msgspec.json.encode({"messages": CHAT})))["error"]
+    assert (told["param"], told["message"]) == (param, f"{param} must be {field}")
+
+
+def test_the_statuses_are_what_the_document_says() -> None:
+    text = DOCUMENT.partition("Errors are OpenAI's")[2].partition(". `Retry-After`")[0]
+    told = {
+        word: int(status)
+        for status, words in re.findall(r"(\d{3})\s\(([^)]*)\)", text)
+        for word in re.findall(r"`(\w+)`", words)
+    }
+    assert told == {code: status for code, status in STATUS.items() if status != 400}
+
+
+def test_the_latencies_are_what_the_document_says() -> None:
+    ranks = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
+    stats: dict[str, Any] = {
+        "spec": {"accepted_per_position": []},
+        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 0,
+        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms"), ranks),
+    }  # fmt: skip
+    rows = metrics.render([("a", stats)]).decode().splitlines()
+    shown = {row.partition("{")[0] for row in rows if "quantile=" in row}
+    told = set(re.findall(r"`([a-z0-9_]+_ms)`", DOCUMENT.partition("Latencies are")[2]))
+    told -= {"deadline_ms"}  # a field of a request
+    assert shown == {f"thor_dflash:{name}" for name in told}
+    assert 'thor_dflash:e2e_request_latency_ms{quantile="0.90",server="a"} 2.0' in rows
+    assert f"of the last {KEPT} plans" in DOCUMENT
+
+
+def test_every_number_of_a_server_is_under_a_name_of_its_own() -> None:
+    stats: dict[str, Any] = {
+        "spec": {"cycles": 1, "drafted": 2, "accepted": 3, "forced": 4,
+                 "accepted_per_position": []},
+        "tokens": {"prompt": 5, "cached": 6, "output": 7, "thinking": 8},
+        "finished": {"stop": 9}, "refused": {"busy": 10}, "running": 11, "waiting": 12,
+        "percentiles": {"ttft_ms": {"p50": 13}, "ttfa_ms": {"p50": 14}, "e2e_ms": {"p50": 15},
+                        "queue_ms": {"p50": 16}},
+    }  # fmt: skip
+    rows = metrics.render([("a", stats), ("b", None)]).decode().splitlines()
+    pairs = [row.rsplit(" ", 1) for row in rows if row.startswith("thor_dflash:")]
+    told = {name.removeprefix("thor_dflash:"): float(value) for name, value in pairs}
+    quantile = 'quantile="0.50",server="a"'
+    assert told == {
+        'up{server="a"}': 1,
+        'up{server="b"}': 0,
+        'spec_decode_num_drafts_total{server="a"}': 1,
+        'spec_decode_num_draft_tokens_total{server="a"}': 2,
+        'spec_decode_num_accepted_tokens_total{server="a"}': 3,
+        'spec_decode_num_forced_tokens_total{server="a"}': 4,
+        'prompt_tokens_total{server="a"}': 5,
+        'prompt_tokens_cached_total{server="a"}': 6,
+        'generation_tokens_total{server="a"}': 7,
+        'thinking_tokens_total{server="a"}': 8,
+        'request_success_total{finished_reason="stop",server="a"}': 9,
+        'request_refused_total{code="busy",server="a"}': 10,
+        'num_requests_running{server="a"}': 11,
+        'num_requests_waiting{server="a"}': 12,
+        f"time_to_first_token_ms{{{quantile}}}": 13,
+        f"time_to_first_answer_token_ms{{{quantile}}}": 14,
+        f"e2e_request_latency_ms{{{quantile}}}": 15,
+        f"request_queue_time_ms{{{quantile}}}": 16,
+    }

@@ -1,0 +1,149 @@
+"""OpenAI's own client against a gateway with several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from openai import APIStatusError, NotFoundError
+from support.http_gateway import CHAT, client, gateway, get
+from support.waiting import until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.serving.gateway import server_pool
+from thor_dflash.serving.planner.backend import About
+from thor_dflash.serving.planner.mock_backend import MockBackend
+
+
+def ask(address: str, **fields: Any) -> Any:
+    """The completion of a chat, or the code of its refusal."""
+    with client(address) as openai:
+        try:
+            return openai.chat.completions.create(model="", messages=CHAT, extra_body=fields)
+        except APIStatusError as e:
+            return e.code
+
+
+def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) -> None:
+    pairs = [house.held() for _ in range(2)]
+    answers: dict[str, Any] = {}
+    with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
+
+        def begin(name: str) -> threading.Thread:
+            def run() -> None:
+                answers[name] = ask(address, session="arm")
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)
+        old = begin("old")
+        until(lambda: any(held.waiting.is_set() for _, held in pairs))
+        new = begin("new")
+        until(lambda: get(f"{address}/health").count('"waiting":1') == 1)
+        for server, held in pairs:
+            # Plans are checked before validations: after this answer the new plan is accepted.
+            house.peer(server).ask(op="validate", id="v", prompt="x")
+            held.let()
+        old.join(20)
+        new.join(20)
+    assert answers["old"] == "preempted"
+    assert answers["new"].choices[0].finish_reason == "stop"
+
+
+def test_a_plan_that_takes_too_long_is_asked_of_no_other_server(house: Any) -> None:
+    pairs = [house.held() for _ in range(2)]
+    servers = [server for server, _ in pairs]
+    with gateway(*(one.endpoints[0] for one in servers), plan_timeout_s=0.5) as address:
+        until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)
+        assert ask(address) == "deadline"
+    asked = [house.peer(one).ask(op="stats", id="s")["requests"].get("plan") for one in servers]
+    assert sorted(asked, key=str) == [1, None]
+    for _, held in pairs:
+        held.let()
+
+
+class Other(MockBackend):
+    """A mock with another name."""
+
+    @property
+    def about(self) -> About:
+        return replace(super().about, model="other")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_that_is_asked_for_answers_and_is_named(house: Any, stream: bool) -> None:
+    other = house.serve(Other(ServeConfig()))
+    servers = {"mock": house.mock(), "other": other}
+    with (
+        gateway(*(server.endpoints[0] for server in servers.values())) as address,
+        client(address) as openai,
+    ):
+
+        def named(model: str) -> set[str]:
+            answer = openai.chat.completions.create(model=model, messages=CHAT, stream=stream)
+            return {piece.model for piece in answer} if stream else {answer.model}
+
+        def asked(model: str) -> int:
+            stats = house.peer(servers[model]).ask(op="stats", id="s")
+            return int(stats["requests"].get("plan", 0))
+
+        for count in (1, 2):
+            for model in servers:
+                assert named(model) == {model}
+                assert asked(model) == count
+        (model,) = named("")
+        assert asked(model) == 3
+        with pytest.raises(NotFoundError, match="got othr; did you mean other?") as caught:
+            named("othr")
+        error = caught.value
+        assert (error.code, error.param) == ("model_not_found", "model")
+        assert error.type == "invalid_request_error"
+        assert error.response.headers["x-should-retry"] == "false"
+
+
+def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(member: Any) -> None:
+        """A health check that never comes before the answer."""
+
+    monkeypatch.setattr(server_pool, "_look_after", look)
+    with gateway(house.mock().endpoints[0]) as address:
+        assert ask(address).model == "mock"
+
+
+def test_the_deadline_includes_the_search_for_a_server_of_the_model(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(member: Any) -> None:
+        """None is done before the question."""
+
+    async def meet(member: Any, meet: Any = server_pool._meet) -> Any:
+        await asyncio.sleep(0.5)
+        return await meet(member)
+
+    monkeypatch.setattr(server_pool, "_look_after", look)
+    monkeypatch.setattr(server_pool, "_meet", meet)
+    late = {"deadline_ms": 400}
+    with (
+        gateway(house.mock().endpoints[0]) as address,
+        client(address) as openai,
+        pytest.raises(APIStatusError) as caught,
+    ):
+        openai.chat.completions.create(model="mock", messages=CHAT, extra_body=late)
+    assert (caught.value.status_code, caught.value.code) == (408, "deadline")
+
+
+def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:
+    servers = [house.mock() for _ in range(2)]
+    with gateway(*(server.endpoints[0] for server in servers)) as address:
+        for number, server in enumerate(servers):
+            name = f"skills {number}"
+            house.peer(server).ask(op="prefix.put", id="p", prefix_id=name, system="You plan.")
+            for _ in range(2):
+                answer = ask(address, prefix_id=name)
+                assert answer.usage.prompt_tokens_details.cached_tokens > 0
+        assert ask(address, prefix_id="none") == "bad_request"

@@ -1,0 +1,111 @@
+"""The gateway and those who are not meant to use it: web pages, and clients that never finish."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from support.http_gateway import CHAT, JSON, gateway
+
+from thor_dflash.serving.gateway import app as gateways
+
+BODY = msgspec.json.encode({"messages": CHAT})
+
+
+def asked(address: str, host: str, path: str = "/v1/chat/completions") -> tuple[int, bytes]:
+    """Status and body of the answer to a request whose Host header is `host`."""
+    page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    post = path.endswith("completions")
+    page.request("POST" if post else "GET", path, BODY if post else None, {**JSON, "Host": host})
+    reply = page.getresponse()
+    told = reply.read()
+    page.close()
+    return reply.status, told
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/health", "/metrics"])
+def test_a_page_whose_name_leads_here_is_refused(house: Any, path: str) -> None:
+    server = house.mock()
+    wrong = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "8.8.8.8:80", "[::", "")
+    with gateway(server.endpoints[0]) as address:
+        for host in wrong:
+            status, told = asked(address, host, path)
+            assert status == 421, host
+            message = msgspec.json.decode(told)["error"]["message"]
+            assert message.endswith(f"without gateway.insecure (got {host or 'none'})")
+    assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
+
+
+def test_loopback_has_several_names(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:9", "[::1]:8000", "[::1]"):
+            assert asked(address, host, "/v1/models")[0] == 200, host
+
+
+def test_where_other_machines_may_connect_any_name_may_lead(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0], insecure=True) as address:
+        assert asked(address, "robot.example", "/v1/models")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "status"),
+    [("text/plain", 8 << 20, 413), ("application/json", 8 << 20, 413), ("text/plain", 9, 400)],
+)
+def test_a_client_finds_its_answer_when_it_has_sent_all(
+    house: Any, kind: str, size: int, status: int
+) -> None:
+    """A connection that closes while a client still sends is reset, and the answer lost."""
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        for _ in range(5):
+            page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+            sent = BODY + b" " * size
+            page.request("POST", "/v1/chat/completions", sent, {"Content-Type": kind})
+            reply = page.getresponse()
+            assert reply.status == status
+            assert reply.getheader("connection") is None, "it goes on"
+            reply.read()
+            page.close()
+
+
+def test_a_client_that_asks_first_is_refused_before_it_sends(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as one:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\n"
+            one.sendall(f"{head}Content-Type: text/plain\r\nContent-Length: 9\r\n\r\n".encode())
+            told = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        assert told.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_probe_that_names_no_host_is_answered(house: Any) -> None:
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as probe:
+            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert probe.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_never_ends_is_refused(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateways, "BODY_S", 0.2)
+    server = house.mock()
+    with gateway(server.endpoints[0]) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as slow:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+            slow.sendall(head.encode() + BODY[:5])
+            begun = time.monotonic()
+            told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+            assert time.monotonic() - begun < 4, "nobody waits for the rest"
+            assert told.startswith(b"HTTP/1.1 400 ")
+            assert b"the body must come within 0.2 s (got 5 bytes of it)" in told
+        assert asked(address, host)[0] == 200

@@ -1,0 +1,170 @@
+"""Schemas of plans: what a robot can do is allowed, what it cannot is not, and nano's plans fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.constrained_model import session, text
+
+from thor_dflash.calib.planbench.judge import MAX_GOAL, MAX_STEPS
+from thor_dflash.calib.planbench.scene import ON_FAIL
+from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
+from thor_dflash.calib.studies.grammar_quality import schema_of
+from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
+from thor_dflash.serving.planner import plan_schema
+from thor_dflash.serving.planner.plan_schema import Schema, from_skills
+from thor_dflash.serving.planner.schema_validator import Checker
+
+IDS = {"object": ["mug", "cup"], "place": ["tray"]}
+SKILLS = {"pick": {"object": "object"}, "place": {"object": "object", "on": "place"}}
+
+
+def step(number: int = 1, skill: str = "pick", **args: str) -> dict[str, Any]:
+    return {"id": number, "skill": skill, "args": args or {"object": "mug"}, "on_fail": "retry"}
+
+
+def plan(*steps: dict[str, Any], asks: str | None = None) -> dict[str, Any]:
+    return {"goal": "g", "steps": list(steps), "needs_clarification": asks}
+
+
+def takes(made: Schema, value: object) -> bool:
+    """Whether the grammar takes a plan; an independent validator must agree."""
+    grammar = session().grammar(made)
+    matcher = grammar.matcher.deep_copy()
+    tokens = text().encode(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+    taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    assert Checker(made).valid(value) == taken, value
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        (plan(step()), True),
+        (plan(step(), step(2, "place", object="cup", on="tray")), True),
+        (plan(asks="Which mug?"), True),
+        (plan(), True),
+        (plan(step(), asks="Which mug?"), False),
+        (plan(asks=""), False),
+        (plan(step(2)), False),
+        (plan(step(), step()), False),
+        (plan(step(object="fork")), False),
+        (plan(step(object="tray")), False),
+        (plan(step(1, "open")), False),
+        (plan(step(1, "place", object="mug")), False),
+        (plan({**step(), "on_fail": "panic"}), False),
+        (plan({**step(), "why": "x"}), False),
+        (plan(*(step(i) for i in range(1, 5))), False),
+        ({**plan(step()), "goal": "g" * 121}, False),
+        ({**plan(step()), "goal": "g" * 120}, True),
+        ({"goal": "g", "steps": [step()]}, False),
+        ([], False),
+    ],
+)
+def test_what_is_a_plan(value: object, good: bool) -> None:
+    assert takes(from_skills(SKILLS, IDS, max_steps=3), value) == good
+
+
+def test_steps_may_be_counted_by_the_model() -> None:
+    made = from_skills(SKILLS, IDS, max_steps=3, numbered=False)
+    assert takes(made, plan(step(2), step(2)))
+    assert not takes(made, plan(step(4)))
+    assert not takes(made, plan(*[step()] * 4))
+    assert len(json.dumps(made)) < len(json.dumps(from_skills(SKILLS, IDS, max_steps=3)))
+
+
+def test_expectations_and_arguments_of_their_own_kind() -> None:
+    seconds = {"type": "integer", "minimum": 1, "maximum": 60}
+    made = from_skills({"wait": {"s": seconds}}, {}, expect=20, on_fail=("skip",))
+    good = {"id": 1, "skill": "wait", "args": {"s": 5}, "expect": "it is dry", "on_fail": "skip"}
+    assert takes(made, plan(good))
+    assert not takes(made, plan({**good, "args": {"s": 61}}))
+    assert not takes(made, plan({**good, "expect": "x" * 21}))
+
+
+def test_a_skill_without_anything_to_do_it_with_is_left_out() -> None:
+    made = from_skills(SKILLS, {"object": ["mug"], "place": []})
+    assert takes(made, plan(step()))
+    assert not takes(made, plan(step(1, "place", object="mug", on="tray")))
+    with pytest.raises(RequestError, match=r"skills must have one that is possible here"):
+        from_skills(SKILLS, {"object": [], "place": []})
+    with pytest.raises(RequestError, match=r'skills.pick.object must be .* \(got "object"\)'):
+        from_skills(SKILLS, {"place": ["tray"]})
+    with pytest.raises(RequestError, match=r"max_steps must be >= 1 \(got 0\)"):
+        from_skills(SKILLS, IDS, max_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("skills", "ids", "said"),
+    [
+        (SKILLS, {**IDS, "object": "beck"}, 'ids.object must be a list of texts (got "beck")'),
+        (SKILLS, {**IDS, "object": b"ab"}, "ids.object must be a list of texts (got \"b'ab'\")"),
+        (SKILLS, {**IDS, "place": [1]}, "ids.place must be a list of texts (got [1])"),
+        (SKILLS, {**IDS, "place": None}, "ids.place must be a list of texts (got null)"),
+        (SKILLS, ["mug"], 'ids must be kind -> list of texts (got ["mug"])'),
+        (SKILLS, {**IDS, 1: []}, "ids must be kind -> list of texts (got {"),
+        ({"pick": ["object"]}, IDS, 'skills.pick must be argument -> kind (got ["object"])'),
+        ({"pick": {2: "object"}}, IDS, "skills.pick must be argument -> kind (got {"),
+        ({"pick": {"object": ["mug"]}}, IDS,
+         'skills.pick.object must be the name of a set of ids or a schema (got ["mug"])'),
+        (["pick"], IDS, 'skills must be skill -> arguments (got ["pick"])'),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_its_type_is_refused(skills: Any, ids: Any, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        from_skills(skills, ids)
+    assert str(caught.value).startswith(said)
+
+
+def test_what_to_do_after_a_failure_is_a_list() -> None:
+    with pytest.raises(RequestError, match=r'on_fail must be a list of texts \(got "skip"\)'):
+        from_skills(SKILLS, IDS, on_fail="skip")
+
+
+def test_ids_may_be_a_tuple() -> None:
+    assert takes(from_skills(SKILLS, {**IDS, "object": ("mug",)}), plan(step()))
+
+
+@pytest.mark.parametrize("name", ["a/b", "a~b", "a b", 'quote"', "ü", "%41", "a.b", "#"])
+def test_any_name_is_a_name(name: str) -> None:
+    made = from_skills({name: {name: name}}, {name: [name]}, max_steps=1)
+    assert takes(made, plan({"id": 1, "skill": name, "args": {name: name}, "on_fail": "skip"}))
+
+
+def test_no_answer_can_grow_without_end() -> None:
+    assert session().grammar(from_skills(SKILLS, IDS, expect=9)).warnings == ()
+
+
+def test_ten_skills_over_forty_objects_fit_the_limit() -> None:
+    ids = {"object": [f"object_number_{i}" for i in range(40)]}
+    skills = {f"skill_{i}": {"object": "object", "on": "object"} for i in range(10)}
+    assert len(text_of(from_skills(skills, ids))) < MAX_BYTES / 2
+
+
+def canonical(task: Task) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(task.plan)
+    return value
+
+
+@settings(max_examples=30)
+@given(family=st.sampled_from(FAMILIES), seed=st.integers(0, 10**6), held=st.booleans())
+def test_plans_that_nano_was_trained_on_fit_word_for_word(
+    family: str, seed: int, held: bool
+) -> None:
+    task = sample(family, seed, "heldout" if held else "train")
+    made, value = schema_of(task.scene), canonical(task)
+    assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == task.plan
+    assert takes(made, value)
+
+
+def test_the_limits_are_the_judges() -> None:
+    assert (plan_schema.MAX_STEPS, plan_schema.MAX_GOAL, plan_schema.ON_FAIL) == (
+        MAX_STEPS,
+        MAX_GOAL,
+        ON_FAIL,
+    )

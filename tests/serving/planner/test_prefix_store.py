@@ -1,0 +1,392 @@
+"""Prefixes that outlive the server: each file is whole or left out, a restored prefix changes no
+answer, and whatever could not be kept or restored is reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.constrained_model import package
+from support.waiting import until
+
+from thor_dflash.cli import main
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.session.prefix_file import MAGIC
+from thor_dflash.runtime.session.session import Session
+from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.planner.prefix_store import Shelf
+from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.server.server import serving
+
+SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
+CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
+ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
+RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
+
+
+class Lent(LiveBackend):
+    """A backend that leaves its session open when it closes. The session only forgets its prefixes,
+    as it would at the end of the process.
+    """
+
+    def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+        self.session.prefixes = Prefixes(self.session.model)
+
+
+Serve = Callable[..., RemotePlanner]
+
+
+@pytest.fixture
+def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
+    """Starts a server that keeps prefixes in tmp_path/kept, after it has stopped the one before;
+    returns a client of it.
+    """
+    running: list[Any] = []
+    planners: list[RemotePlanner] = []
+
+    def begin(**settings: Any) -> RemotePlanner:
+        while running:
+            running.pop().__exit__(None, None, None)
+        kept = str(tmp_path / "kept")
+        config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=kept, **settings)
+        log = house.log.append
+        it = serving(lambda: Lent(session, config, log, Shelf(Path(kept))), config, log=log)
+        before = house.ready()
+        server = it.__enter__()
+        running.append(it)
+        # A client that is refused while the backend loads asks again only half a second later.
+        until(lambda: house.ready() > before)
+        planners.append(RemotePlanner(server.endpoints[0], Options(timeout_s=20.0)))
+        return planners[-1]
+
+    yield begin
+    for planner in planners:
+        planner.close()
+    for it in running:
+        it.__exit__(None, None, None)
+
+
+def test_a_persisted_prefix_is_there_again_and_changes_nothing(serve: Serve) -> None:
+    planner = serve()
+    cold = planner.plan(ASK)
+    assert "persist" in planner.hello()["features"]
+    put = planner.put_prefix("arm/ü", SYSTEM, persist=True)
+    assert put["persisted"] is True
+    assert planner.put_prefix("short", SYSTEM + "Now.")["persisted"] is False
+    assert {p["prefix_id"]: p["persisted"] for p in planner.prefixes()} == {
+        "arm/ü": True, "short": False,
+    }  # fmt: skip
+    again = serve()
+    (kept,) = again.prefixes()
+    assert (kept["prefix_id"], kept["held"], kept["persisted"]) == ("arm/ü", put["held"], True)
+    warm = again.plan(ASK)
+    assert cold.usage.cached_tokens == 0
+    assert warm.usage.cached_tokens == put["held"] > 0
+    assert warm.tokens == cold.tokens
+
+
+def test_what_is_dropped_or_put_again_without_does_not_come_back(serve: Serve) -> None:
+    planner = serve()
+    for name in ("a", "b", "c"):
+        planner.put_prefix(name, SYSTEM, persist=True)
+    assert planner.drop_prefix("a") is True
+    assert planner.drop_prefix("a") is False
+    planner.put_prefix("b", SYSTEM)
+    assert [prefix["prefix_id"] for prefix in serve().prefixes()] == ["c"]
+
+
+def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path: Path) -> None:
+    planner = serve()
+    planner.put_prefix("good", SYSTEM, persist=True)
+    planner.put_prefix("bad", SYSTEM, persist=True)
+    planner.put_prefix("cut", SYSTEM, persist=True)
+    shelf = Shelf.path_of
+    bad, cut = (shelf(tmp_path / "kept", name) for name in ("bad", "cut"))
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    cut.write_bytes(cut.read_bytes()[:-100])
+    again = serve()
+    assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["good"]
+    skipped = again.skipped()
+    assert sorted(skipped) == sorted(
+        f"{path.name} must be as it was written (got an altered file); put the prefix again"
+        for path in (bad, cut)
+    )
+    assert all(any(line in said for said in house.log) for line in skipped)
+    assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
+    again.put_prefix("bad", SYSTEM, persist=True)
+    assert len(serve().prefixes()) == 2, "putting it again mends it"
+
+
+@pytest.mark.parametrize("line", [b"no JSON\n", b"\xff\n", b"[" * 10**5 + b"\n"], ids=len)
+def test_a_file_with_a_valid_hash_may_be_damaged_too(
+    serve: Serve, tmp_path: Path, line: bytes
+) -> None:
+    (tmp_path / "kept").mkdir()
+    seal = MAGIC + hashlib.sha256(line).hexdigest().encode() + b"\n"
+    (tmp_path / "kept/odd.prefix").write_bytes(seal + line)
+    (told,) = serve().skipped()
+    assert told.startswith("odd.prefix must have JSON as its second line (got: ")
+    assert told.endswith("; put the prefix again")
+
+
+def test_a_file_whose_name_is_no_text_is_told(serve: Serve, tmp_path: Path) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    (tmp_path / "kept" / os.fsdecode(b"caf\xe9.prefix")).write_bytes(b"x")
+    again = serve()
+    assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["arm"]
+    assert [line.partition(" ")[0] for line in again.skipped()] == [r"caf\udce9.prefix"]
+
+
+def test_what_no_longer_fits_is_told_and_stays_on_disk(serve: Serve) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    small = serve(prefix_mb=0)
+    assert small.prefixes() == []
+    assert "must fit the memory for prefixes: 0 bytes" in small.skipped()[0]
+    assert len(serve().prefixes()) == 1
+
+
+def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    planner = serve()
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(PlanError, match="the log of the server says why") as caught:
+        planner.put_prefix("arm", SYSTEM, persist=True)
+    assert caught.value.code == "internal"
+    assert any("No space left on device" in line for line in house.log)
+    monkeypatch.undo()
+    assert [(p["prefix_id"], p["persisted"]) for p in planner.prefixes()] == [("arm", False)]
+    assert serve().prefixes() == []
+
+
+@pytest.mark.parametrize("other", ["The text has changed.", ""], ids=["another", "same"])
+def test_a_text_whose_file_cannot_be_written_leaves_no_older_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    planner = serve()
+    planner.put_prefix("arm", SYSTEM, persist=True)
+    with monkeypatch.context() as disk:
+        disk.setattr("os.replace", full)
+        with pytest.raises(PlanError):
+            planner.put_prefix("arm", other + SYSTEM, persist=True)
+    listed = [(p["tokens"], p["persisted"]) for p in planner.prefixes()]
+    assert [persisted for _, persisted in listed] == [not other]
+    assert [(p["tokens"], p["persisted"]) for p in serve().prefixes()] == ([] if other else listed)
+
+
+def test_what_is_pinned_is_not_persisted_where_an_older_text_is_on_disk(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    planner = serve()
+    planner.put_prefix("arm", SYSTEM, persist=True)
+    for persist in (True, False):
+        with monkeypatch.context() as disk:
+            disk.setattr("os.replace", stuck)
+            disk.setattr(Path, "unlink", stuck)
+            with pytest.raises(PlanError):
+                planner.put_prefix("arm", "Now. " + SYSTEM, persist=persist)
+        assert [p["persisted"] for p in planner.prefixes()] == [False]
+    planner.put_prefix("arm", "Now. " + SYSTEM, persist=True)
+    assert [p["persisted"] for p in planner.prefixes()] == [True]
+
+
+def test_a_copy_of_a_file_is_told_and_goes_with_it(serve: Serve, tmp_path: Path) -> None:
+    planner, kept = serve(), tmp_path / "kept"
+    planner.put_prefix("arm", "Old. " + SYSTEM, persist=True)
+    own = Shelf.path_of(kept, "arm")
+    copies = [kept / "backup.prefix", kept / "zz.prefix"]
+    for copy in copies:
+        copy.write_bytes(own.read_bytes())
+    new = planner.put_prefix("arm", SYSTEM, persist=True)
+    again = serve()
+    assert [(p["tokens"], p["persisted"]) for p in again.prefixes()] == [(new["tokens"], True)]
+    assert sorted(line.partition(" ")[0] for line in again.skipped()) == [p.name for p in copies]
+    assert all("must be the only file of its prefix" in line for line in again.skipped())
+    again.put_prefix("arm", SYSTEM, persist=True)
+    assert list(kept.iterdir()) == [own], "what is put takes the place of all"
+    own.rename(copies[0])
+    copies[1].write_bytes(copies[0].read_bytes())
+    assert serve().drop_prefix("arm") is True
+    assert list(kept.iterdir()) == []
+    assert serve().prefixes() == []
+
+
+def test_a_file_that_was_left_out_can_be_dropped(serve: Serve, tmp_path: Path) -> None:
+    serve().put_prefix("arm", SYSTEM, persist=True)
+    path = Shelf.path_of(tmp_path / "kept", "arm")
+    path.write_bytes(path.read_bytes()[:-100])
+    planner = serve()
+    assert planner.prefixes() == []
+    assert planner.drop_prefix("arm") is True
+    assert not path.exists()
+    assert planner.drop_prefix("arm") is False
+
+
+PUT = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
+
+
+@pytest.fixture
+def written(
+    serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RemotePlanner, Any, threading.Event]:
+    """A client; a raw client whose request `first` pins a prefix that is just being written to the
+    disk; and the event that lets the writing end.
+    """
+    writing, go = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        writing.set()
+        assert go.wait(20)
+
+    planner = serve()
+    assert planner.prefixes() == []
+    monkeypatch.setattr("os.fsync", slow)
+    peer = house.peer(SimpleNamespace(endpoints=(planner.endpoint,)))
+    peer.send(id="first", **PUT)
+    assert writing.wait(20)
+    return planner, peer, go
+
+
+def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(written: Any) -> None:
+    planner, peer, go = written
+    assert planner.plan(ASK).usage.cached_tokens > 0, "it is pinned already"
+    assert peer.ask(op="cancel", id="c", target="first")["cancelled"] is False
+    assert peer.silent(), "it is answered when it is on the disk"
+    go.set()
+    assert peer.final("first")["persisted"] is True
+    assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_prefix_that_is_dropped_before_its_answer_is_cancelled(
+    serve: Serve, written: Any, persist: bool
+) -> None:
+    planner, peer, go = written
+    peer.send(op="prefix.drop", id="drop", prefix_id="a")
+    peer.send(id="second", **{**PUT, "persist": persist})
+    # The plan waits for the engine until `second` is pinned; `second` waits for the disk until
+    # `first` is written. So when the plan is answered, `second` is pinned and not yet answered.
+    assert peer.ask(op="plan", id="plan", prompt="Pick the mug.", max_tokens=4)["type"] == "result"
+    go.set()
+    replies = {reply["id"]: reply for reply in (peer.receive() for _ in range(3))}
+    assert replies["first"]["persisted"] is True
+    assert replies["drop"]["dropped"] is True
+    assert replies["second"]["code"] == "cancelled", replies["second"]
+    assert planner.prefixes() == []
+    assert serve().prefixes() == []
+
+
+def test_without_a_directory_persist_is_refused(house: Any) -> None:
+    peer = house.peer(house.mock())
+    reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
+    assert (reply["code"], reply["field"]) == ("bad_request", "persist")
+
+
+def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
+    first = Shelf(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="of one server alone"):
+        Shelf(tmp_path / "kept")
+    first.close()
+    Shelf(tmp_path / "kept").close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="must be a directory that can be written"):
+        Shelf(tmp_path / "file")
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+class Loads:
+    """Stands in for the server: loads the backend, closes it and ends."""
+
+    endpoints = ()
+
+    def __init__(self, load: Callable[[], Any], config: ServeConfig, **others: object) -> None:
+        self.load = load
+
+    def ended(self) -> bool:
+        return True
+
+    def run(self) -> None:
+        self.load().close()
+
+
+def test_a_mock_has_its_directory_alone_like_any_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", print)
+    monkeypatch.setattr("sys.setswitchinterval", print)
+    monkeypatch.setattr("thor_dflash.serving.server.server.Server", Loads)
+    command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
+    another = Shelf(tmp_path / "kept")
+    assert main.main(command) == 2
+    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
+    another.close()
+    assert main.main(command) == 0
+    Shelf(tmp_path / "kept").close()  # it is free again
+
+
+def test_a_directory_that_another_server_has_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", print)
+    monkeypatch.setattr("sys.setswitchinterval", print)
+    kept, bind = str(tmp_path / "kept"), f"ipc://{tmp_path}/plan"
+    command = ["serve", "--package", str(tmp_path / "none"), "--prefix-dir", kept, "--bind", bind]
+    another = Shelf(Path(kept))
+    assert main.main(command) == 2
+    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
+    another.close()
+    assert main.main(command) == 2
+    assert "none must be a package directory" in capsys.readouterr().err
+    Shelf(Path(kept)).close()  # it is free again
+
+
+def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
+    tmp_path: Path,
+) -> None:
+    kept, bind = tmp_path / "kept", f"ipc://{tmp_path}/plan"
+    command = [sys.executable, "-c", RUN, "serve", "--package", str(package()), "--bind", bind,
+               "--set", f"serve.prefix_dir={kept}", "--set", "engine.threads=1"]  # fmt: skip
+    seen: list[tuple[int, ...] | None] = []
+    held: list[int] = []
+    for _ in range(2):
+        child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            with RemotePlanner(bind, Options(timeout_s=60.0)) as planner:
+                if not seen:
+                    held.append(planner.put_prefix("arm", SYSTEM, persist=True)["held"])
+                result = planner.plan(ASK)
+                held.append(result.usage.cached_tokens)
+                seen.append(result.tokens)
+        finally:
+            child.kill()
+        assert child.wait(20) == -signal.SIGKILL
+        # A kill in the middle of a write leaves such a file.
+        (kept / ".half.prefix.x7").write_bytes(b"half a file")
+    assert seen[0] == seen[1]
+    assert held[0] == held[1] == held[2] > 0
+    Shelf(kept).close()
+    assert [path.suffix for path in kept.iterdir()] == [".prefix"]

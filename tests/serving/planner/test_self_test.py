@@ -1,0 +1,124 @@
+"""The self-test of a server before it takes plans, over a real session with random weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.constrained_model import package
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.config.tree import EngineConfig
+from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.serving.planner import session_backend
+from thor_dflash.serving.planner.session_backend import SELF_TOKENS, LiveBackend
+from thor_dflash.serving.protocol.messages import Ask
+
+CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
+SHORT = ServeConfig(thinking="off", max_tokens=8)
+"""Fits every context that the self-test fits."""
+
+
+@pytest.fixture
+def backend(session: Session) -> LiveBackend:
+    return LiveBackend(session, CONFIG)
+
+
+def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
+    backend.warm()
+    first = backend.about.golden_sha256
+    assert first
+    assert backend.rates.cycle_ms > 0
+    assert all(backend.rates.step_ms[rows] > 0 for rows in backend.session.model.step_sizes)
+    assert backend.rates.bound_ms() >= backend.rates.cycle_ms
+    backend.warm()
+    assert backend.about.golden_sha256 == first
+
+
+def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
+    config = EngineConfig(threads=1, capacity=80)
+    short = LiveBackend(open_session(package(), config, Silent()), SHORT)
+    prompt = short._self_test()
+    assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
+    short.warm()
+    assert short.about.golden_sha256
+    short.close()
+
+
+def test_the_self_test_notices_a_drafter_that_changes_the_answer(
+    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = backend.session.generate
+
+    def lossy(request: Request) -> Any:
+        for chunk in generate(request):
+            wrong = request.drafter == "dflash" and chunk.tokens
+            yield replace(chunk, tokens=chunk.tokens[:-1]) if wrong else chunk
+
+    monkeypatch.setattr(backend.session, "generate", lossy)
+    with pytest.raises(ModelFault, match="self-test"):
+        backend.warm()
+
+
+@pytest.mark.parametrize("capacity", [18, 40])
+def test_a_context_without_room_for_the_self_test_is_named(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    backend = LiveBackend(session, SHORT)
+    monkeypatch.setattr(backend.session.model, "capacity", capacity)
+    with pytest.raises(ConfigError, match=rf"engine.capacity must be .*\(got {capacity}\)") as e:
+        backend.warm()
+    least = int(str(e.value).split()[5])
+    monkeypatch.setattr(backend.session.model, "capacity", least - 1)
+    with pytest.raises(ConfigError, match=f"at least {least} to serve"):
+        backend.warm()
+    monkeypatch.setattr(backend.session.model, "capacity", least)
+    backend.warm()
+
+
+@pytest.mark.parametrize("off", [{}, {"thinking": "off"}, {"thinking_budget": 0}], ids=str)
+def test_a_default_length_that_no_plan_has_room_for_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch, off: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(session.model, "capacity", 256)
+    config = ServeConfig(**off)
+    with pytest.raises(ConfigError, match=r"^serve.max_tokens must be at most .*\(got 512\)$") as e:
+        LiveBackend(session, config).warm()
+    told = str(e.value)
+    assert ("closes the thinking" in told) == (not off)
+    most = int(re.findall(r"\d+", told)[0])
+    fits = LiveBackend(session, replace(config, max_tokens=most))
+    fits.warm()
+    assert fits.prepare(Ask(prompt="x"), None).thinks == (not off)
+    longer = LiveBackend(session, replace(config, max_tokens=most + 1))
+    with pytest.raises(ConfigError, match=f"at most {most}"):
+        longer.warm()
+    with pytest.raises(PlanError, match=r"together must be <="):
+        longer.prepare(Ask(prompt="x"), None)
+
+
+def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LiveBackend(session, replace(CONFIG, max_tokens=1))
+    monkeypatch.setattr(backend, "_closing", 300)
+    monkeypatch.setattr(session.model, "capacity", 256)
+    with pytest.raises(ConfigError, match=r"^engine.capacity must be .* thinking 300 \(") as e:
+        backend.warm()
+    monkeypatch.setattr(session.model, "capacity", int(str(e.value).split()[5]))
+    backend.warm()
+
+
+def test_a_watchdog_that_a_step_would_trip_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_backend, "choose_chunk", lambda *_, idle_ms: 300.0 + idle_ms)
+    idle = replace(CONFIG, yield_us=200_000)
+    message = r"^serve.watchdog_s must be above 0.5 s, which a prefill step .* \(got 0.5\)$"
+    with pytest.raises(ConfigError, match=message):
+        LiveBackend(session, replace(idle, watchdog_s=0.5)).warm()
+    LiveBackend(session, replace(idle, watchdog_s=0.51)).warm()

@@ -1,0 +1,393 @@
+"""The backend over a real session, with random weights: what serving must not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.constrained_model import PLAN
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import CompilerBusy
+from thor_dflash.runtime.grammar.compiler import COMPILE_S
+from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.planner.backend import Backend, drive
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.protocol import codec
+from thor_dflash.serving.protocol.messages import PrefixPut, Validate
+
+SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
+CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
+
+
+@pytest.fixture
+def backend(session: Session) -> LiveBackend:
+    it = LiveBackend(session, CONFIG)
+    for prefix in it.prefixes():
+        it.drop(prefix["prefix_id"])
+    return it
+
+
+class Lent(LiveBackend):
+    """A backend that leaves its session, which the tests share, open."""
+
+    def close(self) -> None:
+        pass
+
+
+def alone(session: Session, words: str, count: int) -> list[int]:
+    """The tokens that the decoding loop gives without a server, and without thinking."""
+    assert session.text
+    prompt = session.text.encode(
+        session.text.render([{"role": "user", "content": words}], thinking=False)
+    )
+    stop = frozenset(session.manifest.stop_tokens)
+    request = Request(prompt=tuple(prompt), max_tokens=count, stop=stop)
+    return [token for chunk in session.generate(request) for token in chunk.tokens]
+
+
+def test_a_schema_that_waits_for_another_one_may_be_sent_again(
+    session: Session, backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(self: object, schema: object) -> None:
+        raise CompilerBusy("another is being compiled")
+
+    monkeypatch.setattr(type(session), "grammar", busy)
+    with pytest.raises(PlanError) as caught:
+        backend.prepare(Ask(prompt="x", json_schema=PLAN), None)
+    error = caught.value
+    assert (error.code, error.field, error.retry_after_ms) == (
+        "busy",
+        "json_schema",
+        1e3 * COMPILE_S,
+    )
+
+
+def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "text", "timings"))
+    result = planner.plan(ask)
+    assert list(result.tokens or ()) == alone(session, "Pick the mug.", 40)
+    assert result.finish_reason in ("length", "stop")
+    assert result.usage.output_tokens == len(result.tokens or ())
+    assert result.spec
+    assert result.spec.cycles == sum(result.spec.accept_hist) > 0
+
+
+def test_answer_tokens_and_thinking_are_counted_apart(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    result = planner.plan(Ask(prompt="x", thinking_budget=9, max_tokens=7, parts=("thinking",)))
+    assert result.usage.output_tokens <= 7
+    assert result.usage.thinking_tokens >= 9
+    assert result.thinking_closed == "hard"
+    off = planner.plan(Ask(prompt="x", thinking_budget=0, max_tokens=7))
+    assert off.usage.thinking_tokens == 0
+
+
+def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    for budget in (0, 5):
+        ask = Ask(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
+        *chunks, result = planner.stream(structs.replace(ask, stream="steps"))
+        assert (result.status, result.plan_valid) == ("ok", True), result
+        assert Checker(PLAN).valid(result.plan)
+        assert [chunk.step for chunk in chunks] == result.plan["steps"]
+
+
+@pytest.mark.parametrize(("max_tokens", "steps"), [(30, 0), (80, 1), (160, 2)])
+def test_a_plan_that_ends_early_is_still_no_broken_json(
+    backend: LiveBackend, max_tokens: int, steps: int
+) -> None:
+    ask = Ask(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
+    whole = LocalPlanner(backend).plan(ask)
+    result = LocalPlanner(backend).plan(structs.replace(ask, max_tokens=max_tokens))
+    assert result.status == ("partial" if result.finish_reason == "length" else "ok")
+    assert (result.plan["steps"] if result.plan else []) == whole.plan["steps"][:steps]
+    assert result.plan_valid == bool(steps)
+
+
+def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
+    with pytest.raises(PlanError) as caught:
+        LocalPlanner(backend).plan(Ask(prompt="x", json_schema={"not": {"type": "null"}}))
+    assert caught.value.code == "schema_unsupported"
+
+
+def test_an_object_that_is_too_wide_is_not_said_to_be_none(backend: LiveBackend) -> None:
+    keys = {f"k{i}": {"type": "integer"} for i in range(600)}
+    wide = {"type": "object", "properties": keys, "additionalProperties": False}
+    with pytest.raises(PlanError, match="limits") as caught:
+        backend.validate(Validate(json_schema=wide))
+    assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
+
+
+Schemas = tuple[dict[str, Any], ...]
+NO_PLAN: Schemas = (
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    {"type": ["string", "null"]},
+    {"const": "x\ny"},
+    {"enum": [1, ["{"]]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"type": "null"}]}}},
+)
+SOME_PLAN: Schemas = (
+    PLAN,
+    {"type": ["array", "object"]},
+    {"const": {"goal": "g"}},
+    {"enum": [1, {}]},
+    {"title": "anything"},
+    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "object"}}},
+)
+
+
+@pytest.mark.parametrize("schema", NO_PLAN, ids=str)
+def test_a_schema_under_which_there_is_no_plan_is_refused(
+    backend: LiveBackend, schema: dict[str, Any]
+) -> None:
+    # A mock has no grammar: it looks at the root of a schema alone.
+    backends = (backend,) if "$ref" in schema else (backend, MockBackend(CONFIG))
+    for each in backends:
+        with pytest.raises(
+            PlanError, match=r"json_schema must allow an object, .* \(got"
+        ) as caught:
+            each.prepare(Ask(prompt="x", json_schema=schema), None)
+        assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
+        with pytest.raises(PlanError, match=r"json_schema must allow an object, .* \(got"):
+            each.validate(Validate(json_schema=schema))
+
+
+@pytest.mark.parametrize("schema", SOME_PLAN, ids=lambda schema: str(schema)[:40])
+def test_a_schema_under_which_there_may_be_a_plan_is_taken(
+    backend: LiveBackend, schema: dict[str, Any]
+) -> None:
+    for each in (backend, MockBackend(CONFIG)):
+        each.validate(Validate(json_schema=schema))
+
+
+def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> None:
+    limit = backend.session.model.limit
+    with pytest.raises(PlanError, match=f"<= {limit}") as caught:
+        LocalPlanner(backend).plan(Ask(prompt="word " * 3000))
+    assert caught.value.code == "prompt_too_long"
+
+
+def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBackend) -> None:
+    limit, closing = backend.session.model.limit, len(backend.text.encode(backend._close))
+    assert closing
+    ask = Ask(prompt="x", thinking="on", thinking_budget=9)
+    used = len(backend.prepare(ask, None).prompt) + closing
+    for room in (9, 8, 0):
+        tight = backend.prepare(structs.replace(ask, max_tokens=limit - used - room), None)
+        assert tight.thinks
+        assert tight.budget == room, "thinking takes what the answer leaves"
+    with pytest.raises(PlanError) as caught:
+        backend.prepare(structs.replace(ask, max_tokens=limit - used + 1), None)
+    assert caught.value.code == "prompt_too_long"
+    plain = Ask(prompt="x", thinking="off")
+    used = len(backend.prepare(plain, None).prompt)
+    assert backend.prepare(structs.replace(plain, max_tokens=limit - used), None).budget == 0
+    with pytest.raises(PlanError, match=f"<= {limit}"):
+        backend.prepare(structs.replace(plain, max_tokens=limit - used + 1), None)
+
+
+def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
+    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Ask(prompt="x", accept_mode="relaxed_thinking")
+    assert backend.prepare(ask, None).thinks
+    alone = replace(backend.session.manifest, drafter=None)
+    monkeypatch.setattr(backend.session.model, "manifest", alone)
+    with pytest.raises(PlanError, match="accept_mode must be exact") as caught:
+        backend.prepare(ask, None)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "accept_mode")
+
+
+def test_what_the_session_would_refuse_is_refused_before_others_make_way(
+    backend: LiveBackend,
+) -> None:
+    ask = Ask(prompt="x", thinking_budget=9, max_tokens=100)
+    backend._close = "Enough.\n</think>Well: "
+    assert backend.prepare(ask, None).thinks
+    with pytest.raises(PlanError, match="at most a blank line after </think>"):
+        backend.prepare(structs.replace(ask, json_schema=PLAN), None)
+
+
+def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend) -> None:
+    for system, code in (("word " * 3000, "prompt_too_long"), (SYSTEM, "too_large")):
+        backend.session.prefixes.budget = 1000
+        with pytest.raises(PlanError) as caught:
+            backend.pin(PrefixPut(prefix_id="arm", system=system), lambda: False)
+        assert (caught.value.code, caught.value.field) == (code, "system")
+    assert backend.prefixes() == []
+
+
+def test_memory_for_prefixes_is_counted_in_megabytes(session: Session) -> None:
+    def pin(backend: LiveBackend, name: str) -> int:
+        return int(backend.pin(PrefixPut(prefix_id=name, system=SYSTEM), lambda: False)["bytes"])
+
+    small = LiveBackend(session, replace(CONFIG, prefix_mb=1))
+    room = (1 << 20) // pin(small, "0")
+    assert 1 < room < 20
+    for name in map(str, range(room)):
+        pin(small, name)
+    with pytest.raises(PlanError, match="1048576 bytes"):
+        pin(small, "one too many")
+    pin(LiveBackend(session, replace(CONFIG, prefix_mb=2)), "one more")
+    for prefix in small.prefixes():
+        small.drop(prefix["prefix_id"])
+
+
+def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
+    ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
+    whole = LocalPlanner(backend).plan(ask).tokens
+    for stop_after in (0, 1, 2, 5):
+        steps = 0
+
+        def stopped(after: int = stop_after) -> Any:
+            nonlocal steps
+            steps += 1
+            return "cancelled" if steps > after else None
+
+        run = backend.start(backend.prepare(ask, None), None)
+        result = drive(run, stopped, lambda chunk: None)
+        assert result.finish_reason == "cancelled"
+        assert (result.tokens or ()) == (whole or ())[: len(result.tokens or ())]
+        assert LocalPlanner(backend).plan(ask).tokens == whole
+
+
+def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend) -> None:
+    planner = LocalPlanner(backend)
+    chat = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
+    ask = Ask(messages=chat, thinking_budget=4, parts=("tokens",))
+    cold = planner.plan(ask)
+    put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
+    assert put["tokens"] > put["held"] > 0
+    prepared = backend.prepare(ask, None)
+    assert prepared.cached == put["held"]
+    new = len(prepared.prompt) - put["held"]
+    assert prepared.min_ms == backend.rates.min_ms(new, 40, whole=False), "deadlines know of it"
+    assert prepared.min_ms < backend.rates.min_ms(len(prepared.prompt), 40, whole=False)
+    warm = planner.plan(ask)
+    named = planner.plan(structs.replace(ask, prefix_id="arm"))
+    assert cold.usage.cached_tokens == 0
+    assert warm.usage.cached_tokens == named.usage.cached_tokens == put["held"]
+    assert warm.tokens == named.tokens == cold.tokens
+    for wrong in (Ask(prompt="x", prefix_id="arm"), Ask(prompt="x", prefix_id="leg")):
+        with pytest.raises(PlanError) as caught:
+            planner.plan(wrong)
+        assert caught.value.field == "prefix_id"
+    assert backend.drop("arm")
+    assert not backend.drop("arm")
+    assert planner.plan(ask).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])
+def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
+    backend: LiveBackend, mock: bool
+) -> None:
+    it: Backend = MockBackend(CONFIG) if mock else backend
+    it.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
+    chat = (Message(role="system", content=SYSTEM), Message(role="user", content="x"))
+    automatic = it.prepare(Ask(messages=chat, max_tokens=4), None)
+    insists = it.prepare(Ask(messages=chat, max_tokens=4, prefix_id="arm"), None)
+    it.start(insists, None).close()
+    assert it.drop("arm")
+    with pytest.raises(PlanError, match="was dropped before its put was answered"):
+        it.keep(PrefixPut(prefix_id="arm", system=SYSTEM))
+    it.start(automatic, None).close()
+    with pytest.raises(
+        PlanError, match=r"prefix_id must be a pinned prefix \(got \"arm\"\)"
+    ) as caught:
+        it.start(insists, None)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "prefix_id")
+
+
+def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
+    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
+    ask = Ask(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
+    prepared = backend.prepare(ask, 60.0)
+    assert prepared.thinks
+    room = backend.rates.thinking_room(60.0, len(prepared.prompt), 20)
+    run = backend.start(prepared, 60.0)
+    result = drive(run, lambda: None, lambda chunk: None)
+    free = drive(backend.start(prepared, None), lambda: None, lambda chunk: None)
+    assert 0 < room <= result.usage.thinking_tokens < free.usage.thinking_tokens
+    assert result.thinking_closed == "hard"
+    auto = structs.replace(ask, thinking="auto", thinking_budget=None)
+    assert backend.prepare(auto, None).budget == 24
+    assert not backend.prepare(auto, 30.0).thinks, "no time to think"
+
+
+@pytest.mark.parametrize("budget", [WORTH_THINKING - 1, WORTH_THINKING, 500])
+def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: int) -> None:
+    backend = LiveBackend(session, replace(CONFIG, thinking_budget=budget))
+    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
+    ask = Ask(prompt="x", thinking="auto", max_tokens=20)
+    count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)
+    left = {backend.rates.thinking_room(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
+    assert backend.prepare(ask, left[least]).thinks
+    assert not backend.prepare(ask, left[least - 1]).thinks
+
+
+def test_a_server_answers_with_the_tokens_of_the_loop(session: Session, house: Any) -> None:
+    expected = alone(session, "Pick the mug.", 40)
+    server = house.serve(Lent(session, CONFIG))
+    with RemotePlanner(server.endpoints[0], Options()) as planner:
+        ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
+        for _ in range(2):
+            assert list(planner.plan(ask).tokens or ()) == expected
+        hello = planner.hello()
+        assert hello["limits"]["cancel_bound_ms"] >= 1
+        assert hello["model"]["golden_sha256"]
+        assert planner.put_prefix("arm", SYSTEM)["held"] > 0
+        assert [prefix["prefix_id"] for prefix in planner.prefixes()] == ["arm"]
+        assert planner.drop_prefix("arm") is True
+
+
+def paths(value: Any, at: str = "") -> set[str]:
+    """The paths of all fields of a reply, also of inner ones; of an error's code, its value."""
+    if at == ".code":
+        return {str(value)}
+    if at in (".plan", ".model.quantisation"):
+        return {at}  # its fields depend on the plan or on the package's tensors
+    if isinstance(value, list):
+        return {at}.union(*(paths(item, f"{at}[]") for item in value))
+    if not isinstance(value, dict):
+        return {at}
+    return {at}.union(*(paths(item, f"{at}.{name}") for name, item in value.items()))
+
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"op": "plan", "prompt": "x", "max_tokens": 30, "thinking_budget": 4, "json_schema": PLAN},
+    {"op": "plan", "prompt": "x", "max_tokens": 0},
+    {"op": "plan", "prompt": "x", "max_tokens": 1 << 20},
+    {"op": "plan", "prompt": "x", "prefix_id": "leg"},
+    {"op": "cancel", "target": "x"},
+    {"op": "validate"},
+    {"op": "validate", "prompt": "x"},
+    {"op": "validate", "messages": [{"role": "user", "content": "x"}]},
+    {"op": "validate", "json_schema": PLAN},
+    {"op": "validate", "json_schema": {"type": "array"}},
+    {"op": "prefix.put", "prefix_id": "arm", "system": SYSTEM},
+    {"op": "prefix.list"},
+    {"op": "prefix.drop", "prefix_id": "arm"},
+    *({"op": op} for op in ("hello", "ping", "health", "stats", "drain", "shutdown")),
+)
+
+
+def test_a_mock_answers_with_the_fields_of_a_live_server(
+    session: Session, house: Any, tmp_path: Path
+) -> None:
+    assert {request["op"] for request in REQUESTS} == codec.OPERATIONS.keys()
+    told: list[list[set[str]]] = []
+    for name, backend in (("live", Lent(session, CONFIG)), ("mock", MockBackend(CONFIG))):
+        server = house.serve(backend, bind=(f"ipc://{tmp_path}/{name}",), allow_admin=True)
+        peer = house.peer(server)
+        told.append([paths(peer.ask(id="a", **request)) for request in REQUESTS])
+    for request, live, mock in zip(REQUESTS, *told, strict=True):
+        assert live == mock, request

@@ -1,0 +1,30 @@
+"""Whatever others send, a well-behaved client is served. `soak.py hostile` does this at length."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from support.hostile_peers import attack
+
+COUNT = 6000
+SEED = 20261121
+
+
+def test_hostile_frames_disturb_nobody_else(house: Any) -> None:
+    server = house.mock(max_message=100_000)
+    thread = threading.Thread(
+        target=lambda: attack(server.endpoints[0], COUNT, SEED, lambda i: None)
+    )
+    thread.start()
+    peer, served = house.peer(server), 0
+    while thread.is_alive() or served < 5:
+        reply = peer.ask(op="plan", id=f"{served}", prompt="x", session="good", priority=9)
+        served += reply["type"] == "result"
+        # The attackers share the queue, so that it may be full.
+        assert reply["type"] == "result" or reply["code"] == "busy", reply
+        assert peer.ask(op="ping", id="p")["status"] == "ok"
+    assert peer.ask(op="health", id="h")["ready"] is True
+    refused = peer.ask(op="stats", id="s")["refused"]
+    assert refused["bad_request"] > COUNT / 4
+    assert refused.get("internal", 0) == 0

@@ -1,0 +1,160 @@
+"""Validations and drops of prefixes: how many may be unanswered, that none is begun for a client
+that left, and that plans are checked before them.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import PriorityQueue, SimpleQueue
+from typing import Any
+
+import pytest
+from support.waiting import until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server import workers
+from thor_dflash.serving.server.pending import EACH, MOST, Dues
+from thor_dflash.serving.server.scheduler import Peer, job_of
+from thor_dflash.serving.server.workers import Owed, Validated
+
+VALIDATE, DROP = messages.Validate(id="v", prompt="x"), messages.PrefixDrop(id="d", prefix_id="x")
+
+
+def peer(name: int) -> Peer:
+    return Peer((b"%d" % name, b""), JSON, fd=name)
+
+
+class Slow(MockBackend):
+    """A mock backend that records what it is asked, and whose validations and drops wait for the
+    test.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ServeConfig())
+        self.asked: list[str] = []
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def prepare(self, ask: Any, left_ms: Any) -> Any:
+        self.asked.append(ask.id)
+        return super().prepare(ask, left_ms)
+
+    def validate(self, request: Any) -> Any:
+        self.asked.append(request.id)
+        self.begun.set()
+        assert self.go.wait(20)
+        return super().validate(request)
+
+    def drop(self, prefix_id: str) -> bool:
+        assert self.go.wait(20)
+        return super().drop(prefix_id)
+
+
+@pytest.mark.parametrize("op", ["validate", "prefix.drop"])
+def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> None:
+    backend = Slow()
+    server = house.serve(backend)
+    given = {"prompt": "x"} if op == "validate" else {"prefix_id": "x"}
+    peers = [house.peer(server) for _ in range(MOST // EACH + 1)]
+    for peer in peers[:-1]:
+        for n in range(EACH):
+            peer.send(op=op, id=f"{n}", **given)
+        reply = peer.ask(op=op, id="over", **given)
+        assert (reply["id"], reply["code"], reply["retryable"]) == ("over", "busy", True)
+        assert f"of one client must be <= {EACH} " in reply["message"] or peer is peers[-2]
+    reply = peers[-1].ask(op=op, id="one", **given)
+    assert (reply["id"], reply["code"]) == ("one", "busy")
+    assert f"of all clients must be <= {MOST} " in reply["message"]
+    assert reply["retry_after_ms"] > 0
+    backend.go.set()
+    assert {peers[0].receive()["type"] for _ in range(EACH)} == {"result"}
+
+
+def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
+    dues = Dues()
+    taken = [dues.take(peer(1), VALIDATE) for _ in range(EACH)]
+    others = [dues.take(peer(2), DROP)]
+    assert dues.give_up(lambda peer: peer.fd == 1) == taken
+    assert dues.give_up(lambda peer: peer.fd == 1) == [], "once"
+    assert not dues.idle
+    with pytest.raises(PlanError, match="of one client"):
+        dues.take(peer(1), VALIDATE)
+    assert not dues.settle(taken[0]), "nobody waits"
+    dues.take(peer(1), VALIDATE)
+    assert dues.settle(others[0])
+    dues.give_up()
+    assert dues.idle
+
+
+def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
+    backend = Slow()
+    server = house.serve(backend)
+    gone, other = house.peer(server), house.peer(server)
+    for name in "abc":
+        gone.send(op="validate", id=name, prompt="x")
+    assert backend.begun.wait(20)
+    taken = server._desk._dues._taken
+    until(lambda: len(taken) == 3)  # messages of two clients would come in any order
+    other.send(op="validate", id="d", prompt="x")
+    gone.close()
+    while not all(owed.given_up for owed in taken[:3]):
+        assert other.ask(op="ping", id="p")["id"] == "p"
+    backend.go.set()
+    assert other.final("d")["type"] == "result"
+    assert backend.asked == ["a", "d"]
+
+
+@pytest.mark.parametrize("hand", ["clerk", "keeper"])
+def test_a_request_that_was_given_up_is_not_begun(hand: str) -> None:
+    backend, posts = MockBackend(ServeConfig()), list[Any]()
+    owed = Owed(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
+    if hand == "clerk":
+        checks: PriorityQueue[workers.Turn] = PriorityQueue()
+        checks.put(workers.turn(0, owed))
+        checks.put(workers.turn(1, None))
+        workers.clerk(backend, checks, posts.append, print)
+    else:
+        drops: SimpleQueue[Any] = SimpleQueue()
+        drops.put(owed)
+        drops.put(None)
+        workers.keeper(backend, drops, posts.append, print)
+    assert posts == [Validated(owed, None)]
+
+
+def test_plans_are_checked_first_and_all_before_the_end() -> None:
+    backend, checks = Slow(), PriorityQueue[workers.Turn]()
+    backend.go.set()
+    asks = [job_of(peer(1), messages.Ask(id=name, prompt="x"), 0.0) for name in "ab"]
+    items = [Owed(peer(1), VALIDATE), asks[0], None, Owed(peer(2), VALIDATE), asks[1]]
+    for order, item in enumerate(items):
+        checks.put(workers.turn(order, item))
+    workers.clerk(backend, checks, lambda post: None, print)
+    assert backend.asked == ["a", "b", "v", "v"]
+
+
+def test_a_prompt_that_cannot_fit_is_not_encoded(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thor_dflash.serving.planner.session_backend import LiveBackend
+
+    backend = LiveBackend(session, ServeConfig())
+    long = "cup " * 250_000
+    requests = {
+        "prompt": lambda: backend.validate(messages.Validate(prompt=long)),
+        "system": lambda: backend.pin(
+            messages.PrefixPut(prefix_id="a", system=long), lambda: False
+        ),
+    }
+    few, limit = backend.validate(messages.Validate(prompt="cup")), session.model.limit
+    monkeypatch.setattr(session.text, "encode", lambda text: pytest.fail("it was encoded"))
+    for field, ask in requests.items():
+        with pytest.raises(PlanError, match=rf"must be <= {limit} tokens") as caught:
+            ask()
+        assert (caught.value.code, caught.value.field) == ("prompt_too_long", field)
+    with pytest.raises(PlanError, match=r"prompt must be <=") as caught:
+        backend.prepare(messages.Ask(prompt=long), None)
+    assert caught.value.code == "prompt_too_long"
+    assert few["prompt_tokens"] > 0

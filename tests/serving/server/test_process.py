@@ -1,0 +1,310 @@
+"""The server as a process, and the examples of docs/examples as its clients."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import until
+
+from thor_dflash.cli.commands.serve import Log
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.server import systemd
+
+EXAMPLES = Path(__file__).parents[3] / "docs/examples"
+RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
+SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+PYTHON_EXAMPLE = (sys.executable, "-c", SCRIPT, EXAMPLES / "plan.py")
+"""As `python plan.py` runs it, with the package of this checkout."""
+HEADERS = [Path("/usr/include", name) for name in ("zmq.hpp", "zmq_addon.hpp", "nlohmann/json.hpp")]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a mock server at ipc://tmp_path/plan."""
+    children: list[subprocess.Popen[str]] = []
+
+    def begin(*args: str, env: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        serve = [sys.executable, "-c", RUN, "serve", "--mock", "--bind", f"ipc://{tmp_path}/plan"]
+        child = subprocess.Popen([*env, *serve, *args], stderr=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stderr
+        for line in child.stderr:
+            if line.startswith("ready"):
+                break
+        return child
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Iterator[RemotePlanner]:
+    with RemotePlanner(f"ipc://{tmp_path}/plan", Options(timeout_s=20.0)) as it:
+        yield it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_drains(start: Start, planner: RemotePlanner, number: signal.Signals) -> None:
+    """SIGHUP is the signal of a terminal that is closed."""
+    child = start("--mock-cycle-ms", "20")
+    stream = planner.stream(Ask(prompt="x", stream="all"))
+    next(stream)
+    child.send_signal(number)
+    *_, result = stream
+    assert result.status == "ok"  # type: ignore[union-attr]
+    assert child.wait(20) == 0
+
+
+def test_what_nohup_started_outlives_its_terminal(start: Start, planner: RemotePlanner) -> None:
+    child = start(env=("env", "--ignore-signal=HUP"))
+    child.send_signal(signal.SIGHUP)
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+    child.terminate()
+    assert child.wait(20) == 0
+
+
+def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlanner) -> None:
+    """When a connection is lost, libzmq drops what a client has received and not read. So a server
+    waits a little between its last answer and its end.
+    """
+    child = start("--mock-cycle-ms", "1")
+    stream = planner.stream(Ask(prompt="x", stream="all"))
+    next(stream)
+    child.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # meanwhile the last answer has arrived, unread
+    *_, result = stream
+    assert result.status == "ok"  # type: ignore[union-attr]
+
+
+def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
+    child = start("--mock-cycle-ms", "200")
+    next(planner.stream(Ask(prompt="x", stream="all")))
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 0
+
+
+def test_after_sigkill_there_is_nothing_to_repair(start: Start, planner: RemotePlanner) -> None:
+    first = start()
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+    first.kill()
+    assert first.wait(20) == -signal.SIGKILL
+    start()
+    assert planner.plan(Ask(prompt="x")).status == "ok"
+
+
+def test_a_log_that_nobody_reads_ends_nothing(
+    start: Start, planner: RemotePlanner, tmp_path: Path
+) -> None:
+    traces = f"serve.trace_dir={tmp_path / 'traces'}"
+    child = start("--mock-cycle-ms", "1", "--trace-slow", "1", "--set", traces)
+    assert child.stderr
+    child.stderr.close()
+    child.stderr = None
+    for _ in range(3):
+        assert planner.plan(Ask(prompt="x")).status == "ok"
+    child.terminate()
+    assert child.wait(20) == 0
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
+    start: Start, planner: RemotePlanner, signals: list[int]
+) -> None:
+    child = start("--log-prompts")
+    for _ in range(9):  # more than the 64 KiB that a pipe holds
+        assert planner.plan(Ask(prompt="x" * 20_000)).status == "ok"
+    assert planner.ping()["status"] == "ok"
+    for number in signals:
+        child.send_signal(number)
+    assert child.wait(20) == 0
+
+
+def test_lines_that_a_full_log_lost_are_counted() -> None:
+    out, file = os.pipe2(os.O_NONBLOCK)
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as full:
+        say = Log(full)
+        with suppress(BlockingIOError):
+            while os.write(file, bytes(4096)):
+                pass
+        say("lost")
+        say("lost")
+        until(lambda: say._lost == 2)
+        while log.read(4096):
+            pass
+        say("here\n")
+        say("again")
+        assert say.close()
+        told = log.read(4096)
+    assert told == b"2 lines of this log could not be written\nhere\nagain\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "logged"),
+    [
+        ("/tmp/\udcff is no directory", b"/tmp/\\udcff is no directory\n"),  # a name, no UTF-8
+        ("Traceback:\n\tat \x1b[2J\rready", b"Traceback:\n\tat \\x1b[2J\\rready\n"),
+    ],
+)
+def test_the_log_holds_text_that_rules_no_terminal(line: str, logged: bytes) -> None:
+    out, file = os.pipe()
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
+        say = Log(stderr)
+        say(line)
+        assert say.close()
+        assert log.read(4096) == logged
+
+
+def test_what_a_slow_reader_of_the_log_missed_is_said_where_it_is_missing() -> None:
+    out, file = os.pipe()
+    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
+        say = Log(stderr)
+        line = "x" * 9999
+        for _ in range(300):
+            say(line)
+        say("short, and dropped all the same")
+        assert not say.close(), "its thread waits for the reader"
+        # The log's thread may begin before the last line is said: then some lines come after the
+        # first notice. All are accounted for, however the threads take turns.
+        told = b""
+        while sum(map(lines_of, told.split(b"\n")[:-1])) < 301:
+            assert select.select([log], [], [], 20)[0], "a line was neither written nor missed"
+            told += log.read(1 << 20)
+        assert say.close()
+    runs = re.split(NOTICE, told)[::2]
+    assert len(runs) > 1, "some were dropped"
+    assert max(run.count(b"\n") for run in runs) <= 250, "a bound of what is held"
+
+
+NOTICE = rb"(\d+) lines? of this log could not be written\n"
+
+
+def lines_of(logged: bytes) -> int:
+    """Lines that a line of the log stands for: itself, or those of which it says that they are
+    missing.
+    """
+    notice = re.fullmatch(NOTICE, logged + b"\n")
+    return int(notice[1]) if notice else 1
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_systemd_is_told(start: Start, tmp_path: Path, kind: str) -> None:
+    name = str(tmp_path / "notify") if kind == "path" else f"\0thor-dflash-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(name)
+        reader.settimeout(20)
+        child = start(env=("env", "NOTIFY_SOCKET=" + name.replace("\0", "@")))
+        heard = [reader.recv(99)]
+        while b"READY=1" not in heard or b"WATCHDOG=1" not in heard:
+            heard.append(reader.recv(99))
+        child.terminate()
+        while heard[-1] != b"STOPPING=1":
+            heard.append(reader.recv(99))
+        assert child.wait(20) == 0
+
+
+def test_a_systemd_that_reads_nothing_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systemd, "WAIT_S", 0.01)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
+        reader.bind(str(tmp_path / "notify"))
+        reader.settimeout(20)
+        tell, ended = systemd.notifier(), threading.Event()
+
+        def work() -> None:
+            for _ in range(2000):
+                tell(systemd.ALIVE)
+            tell("STOPPING=1")
+            ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        assert ended.wait(20)
+        assert reader.recv(99) == b"WATCHDOG=1"
+
+
+def test_the_command_line_client(start: Start, tmp_path: Path) -> None:
+    start()
+    command = [sys.executable, "-c", RUN, "plan", "Bring it.", "--server", f"ipc://{tmp_path}/plan"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert '{"goal": "cup on table"' in done.stdout
+    assert "plan valid, ended by stop" in done.stderr
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=30)
+    assert '"plan_valid": true' in done.stdout
+    (tmp_path / "schema.json").write_text('{"type": 5}')
+    done = subprocess.run(
+        [*command, "--schema", str(tmp_path / "schema.json")],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("thor-dflash: json_schema must be")
+
+
+def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:
+    script = (
+        "import sys, thor_dflash.serving.client, thor_dflash.serving.client.async_client\n"
+        "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnxruntime', 'llguidance',\n"
+        "         'jsonschema_rs', 'starlette'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run_example(command: list[Any]) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_python_example(start: Start, tmp_path: Path) -> None:
+    start()
+    lines = run_example([*PYTHON_EXAMPLE, f"ipc://{tmp_path}/plan", "x"])
+    assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
+
+
+@pytest.mark.parametrize("args", [(), ("ipc:///x",), ("ipc:///x", "Bring", "it.")])
+def test_the_python_example_says_how_it_is_called(args: tuple[str, ...]) -> None:
+    done = subprocess.run([*PYTHON_EXAMPLE, *args], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "usage: plan.py ENDPOINT TEXT\n")
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not all(path.is_file() for path in HEADERS),
+    reason="needs g++, libzmq3-dev, cppzmq-dev and nlohmann-json3-dev",
+)
+def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    start()
+    source = EXAMPLES / "plan.cpp"
+    # nlohmann's header takes seconds to compile, so the program is kept until its source changes.
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    kept = pytestconfig.pluginmanager.has_plugin("cacheprovider") and pytestconfig.cache
+    program = (kept.mkdir("thor-dflash-examples") if kept else tmp_path) / digest
+    if not program.exists():
+        made = tmp_path / "plan-example"
+        run_example(["g++", "-std=c++17", "-O0", "-Wall", "-Werror", source, "-lzmq", "-o", made])
+        shutil.copy(made, program)
+    lines = run_example([program, f"ipc://{tmp_path}/plan", "x"])
+    assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
+    assert lines[0] == 'step "goto" {"target":"shelf"}'

@@ -1,0 +1,289 @@
+"""The books of the scheduler: who runs next, whom a new plan displaces, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.scheduler_jobs import accept, job, queue, run
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.protocol import codec, messages
+from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server import scheduler
+from thor_dflash.serving.server.scheduler import Peer, Schedule, job_of
+
+
+def test_the_most_urgent_first_then_the_oldest() -> None:
+    books = Schedule(8)
+    queue(books, job("a"), job("b", priority=9), job("c", priority=9), job("d", priority=0))
+    order: list[str | None] = []
+    while id := run(books):
+        order.append(id)
+        running = books.running
+        assert running
+        assert run(books) is None, "one at a time"
+        assert books.leave(running)
+    assert order == ["b", "c", "a", "d"]
+
+
+def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
+    books = Schedule(8)
+    put = job_of(
+        Peer((b"p", b""), JSON), messages.PrefixPut(id="put", prefix_id="x", system="x"), 0.0
+    )
+    for one in (job("a", priority=4), put, job("b"), job("c", priority=6)):
+        books.arrive(one, 1.0)
+        accept(books, one)
+    order: list[str | None] = []
+    while id := run(books):
+        order.append(id)
+        assert books.running
+        assert books.leave(books.running)
+    assert order == ["c", "put", "b", "a"]
+
+
+def test_no_name_of_a_session_is_that_of_a_peer_without_one() -> None:
+    unnamed = job_of(Peer((b"p", b""), JSON), messages.Ask(id="a", prompt="x"), 0.0).session
+    ask = {"op": "plan", "id": "b", "prompt": "x", "session": unnamed}
+    with pytest.raises(PlanError, match="session"):
+        codec.convert(ask, messages.Ask)
+
+
+def test_waiting_makes_nobody_more_urgent() -> None:
+    """A plan that more urgent ones keep overtaking waits until none is left, or until its deadline:
+    waiting does not raise its priority.
+    """
+    books = Schedule(2)
+    low = job("low", priority=4, deadline_ms=60_000)
+    queue(books, low)
+    for turn in range(100):
+        queue(books, job(f"{turn}", priority=5, at=float(turn)))
+        assert run(books) == f"{turn}"
+        assert books.running
+        assert books.leave(books.running)
+    assert books.expired(59.9) == []
+    assert books.expired(60.0) == [low]
+    assert run(books) == "low", "as soon as none is more urgent"
+
+
+def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
+    books = Schedule(2)
+    queue(books, job("a"), job("b"), job("c"))
+    for _ in range(2):
+        with pytest.raises(PlanError) as caught:
+            books.arrive(job("d"), 850.0)
+        assert (caught.value.code, caught.value.retry_after_ms) == ("busy", 850.0)
+        assert len(books) == 3
+        run(books)  # the three places are taken whether or not one of the plans already runs
+    assert books.leave(books.jobs()[0])
+    assert queue(books, job("d")) == []
+
+
+def test_the_latest_of_a_session_wins() -> None:
+    books = Schedule(1)
+    queue(books, job("a", "arm"))
+    assert queue(books, job("b", "arm")) == [("a", "preempted")]
+    assert run(books) == "b"
+    running = books.running
+    queue(books, job("c", "leg"))
+    assert running
+    assert running.stop is None
+    assert queue(books, job("d", "leg")) == [("c", "preempted")], "also where the queue is full"
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("e", "arm", preempt="none"), 1.0)
+    assert running.stop is None, "a plan that was refused preempts nobody"
+    assert queue(books, job("f", "arm")) == [], "it takes the place of the one that runs"
+    assert running.stop == "preempted"
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("g", "foot"), 1.0)
+    assert books.leave(running)
+    assert [run(books), *(one.request.id for one in books.waiting)] == ["d", "f"]
+
+
+def test_the_latest_stops_the_running_one() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    queue(books, job("b", "arm", preempt="none"))
+    running = books.running
+    assert running
+    assert running.stop is None
+    queue(books, job("c", "arm"))
+    assert running.stop == "preempted"
+
+
+def test_a_plan_that_is_not_accepted_changes_nothing_for_the_others() -> None:
+    books = Schedule(2)
+    queue(books, job("a", "arm", generation=1))
+    run(books)
+    queue(books, job("b", "arm", generation=1, preempt="none"))
+    bad = job("c", "arm", generation=9, priority=9, preempt="lower")
+    books.arrive(bad, 1.0)
+    running = books.running
+    assert running
+    assert running.stop is None
+    assert books.leave(bad), "the clerk refused it"
+    assert [one.request.id for one in books.jobs()] == ["a", "b"]
+    assert queue(books, job("d", "arm", generation=2)) == [("b", "stale")], "9 was never seen"
+    assert running.stop == "preempted"
+
+
+def test_a_plan_that_is_checked_makes_way_for_no_earlier_one() -> None:
+    books = Schedule(4)
+    first, second = job("a", "arm", generation=2), job("b", "arm", generation=1)
+    for one in (first, second):
+        books.arrive(one, 1.0)
+    assert accept(books, first) == []
+    with pytest.raises(PlanError) as caught:
+        books.accept(second, 1.0)
+    assert caught.value.code == "stale", "a newer one was accepted since it came"
+    assert first.state == "queued"
+
+
+def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() -> None:
+    books = Schedule(2)
+    queue(books, job("a", "leg"))
+    run(books)
+    flood = [job(f"{i}", "arm") for i in range(3)]
+    for one in flood:
+        books.arrive(one, 1.0)
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("3", "arm"), 1.0)
+    queue(books, job("b", "foot"))
+    with pytest.raises(PlanError, match="wait"):
+        books.arrive(job("c", "hand"), 1.0)
+    assert [accept(books, one) for one in flood] == [[], [("0", "preempted")], [("1", "preempted")]]
+    assert [one.request.id for one in books.jobs()] == ["a", "2", "b"]
+
+
+@pytest.mark.parametrize(("priority", "stop"), [(4, None), (5, None), (6, "preempted")])
+def test_only_a_running_plan_of_lower_priority_is_preempted(
+    priority: int, stop: str | None
+) -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    queue(books, job("b", "leg", priority=priority, preempt="lower"))
+    running = books.running
+    assert running
+    assert running.stop == stop
+
+
+def test_plans_for_an_older_world_are_stale() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm", generation=7, preempt="none"))
+    assert queue(books, job("b", "arm", generation=8, preempt="none")) == [("a", "stale")]
+    with pytest.raises(PlanError) as caught:
+        books.arrive(job("c", "arm", generation=7), 1.0)
+    assert (caught.value.code, caught.value.field) == ("stale", "generation")
+    assert queue(books, job("d", "leg", generation=1)) == [], "another session, another count"
+
+
+def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "SESSIONS", 2)
+    books = Schedule(8)
+    for id, session in (("a", "arm"), ("b", "leg"), ("c", "arm"), ("d", "foot")):
+        queue(books, job(id, session, generation=7))
+    with pytest.raises(PlanError, match="generation"):
+        books.arrive(job("e", "arm", generation=6), 1.0)
+    assert queue(books, job("f", "leg", generation=6)) == [("b", "preempted")], "and not stale"
+
+
+def test_who_was_stopped_first_is_told_the_first_reason() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm"))
+    run(books)
+    running = books.running
+    assert running
+    running.stop = "cancelled"
+    queue(books, job("b", "arm"))
+    assert running.stop == "cancelled"
+
+
+def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
+    books = Schedule(4)
+    queue(books, job("a"))
+    with pytest.raises(PlanError, match="id must not be that of a request under way"):
+        books.arrive(job("a", "other"), 1.0)
+    assert queue(books, job("a", "other", peer=b"q")) == []
+
+
+def test_deadlines_pass_in_the_queue_only() -> None:
+    books = Schedule(4)
+    queue(books, job("a", deadline_ms=100), job("b", deadline_ms=50))
+    run(books)
+    assert books.first_deadline() == 0.05
+    assert [one.request.id for one in books.expired(0.06)] == ["b"]
+    assert [one.request.id for one in books.expired(0.2)] == ["b"], "a runs; the engine looks"
+
+
+def test_a_job_is_found_by_its_own_client_or_by_name() -> None:
+    books = Schedule(4)
+    queue(books, job("a", "arm", peer=b"p"))
+    p, q = job("p", peer=b"p").peer, job("q", peer=b"q").peer
+    assert books.find("a", p, None)
+    assert books.find("a", q, "arm")
+    assert not books.find("a", q, None)
+    assert not books.find("a", q, "leg")
+    assert not books.find("b", p, "arm")
+
+
+def test_of_jobs_with_the_same_id_that_of_the_session_is_found_and_there_ones_own() -> None:
+    """Only the requests of one client have different ids."""
+    books = Schedule(4)
+    own, other = job("1", "leg", peer=b"p"), job("1", "arm", peer=b"q")
+    queue(books, own, other)
+    assert books.find("1", own.peer, "arm") is other
+    assert books.find("1", own.peer, "leg") is own
+    assert books.find("1", own.peer, None) is own
+    both = job("1", "arm", peer=b"r", preempt="none")
+    queue(books, both)
+    assert books.find("1", both.peer, "arm") is both
+
+
+@settings(max_examples=600)
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9)), max_size=60),
+)
+def test_every_job_leaves_once_and_no_more_wait_than_may(
+    sessions: int, steps: list[tuple[int, int, int]]
+) -> None:
+    books, left, taken = Schedule(3), list[str](), 0
+    for number, (what, session, value) in enumerate(steps):
+        checked = next((one for one in books.jobs() if one.state == "preparing"), None)
+        if what < 3:
+            preempt = ("none", "same_session", "lower")[what]
+            world = None if value % 2 else number - value
+            one = job(f"{number}", f"s{session % sessions}", priority=value, preempt=preempt,
+                      generation=world)  # fmt: skip
+            try:
+                books.arrive(one, 1.0)
+            except PlanError:
+                continue
+            taken += 1
+        elif what < 5 and checked:
+            try:
+                left += [id for id, _ in accept(books, checked)]
+            except PlanError:  # stale, or busy after all
+                assert books.leave(checked)
+                left.append(checked.request.id)
+        elif what == 5 and checked:
+            assert books.leave(checked)
+            left.append(checked.request.id)
+        elif what == 6 or books.running is None:
+            run(books)
+        else:
+            running = books.running
+            assert books.leave(running)
+            assert not books.leave(running), "twice"
+            left.append(running.request.id)
+        checks = Counter(one.session for one in books.jobs() if one.state == "preparing")
+        assert max(checks.values(), default=0) <= 4, "of one session, as many as there are places"
+        settled = [one for one in books.jobs() if one.state != "preparing" and not one.stop]
+        assert len(settled) <= 4, "one runs and three wait, whoever displaced whom"
+    left += [one.request.id for one in books.jobs()]
+    assert len(left) == len(set(left)) == taken

@@ -1,0 +1,377 @@
+"""The protocol over sockets, with a mock or with a backend that takes a step when told to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.waiting import until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import EngineError, PlanError, ThorError
+from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
+from thor_dflash.serving.server.lifecycle import FAILED, Life
+from thor_dflash.serving.server.workers import FAULT
+
+SMALL = {"op": "plan", "prompt": "x"}
+
+
+# --- control while a plan decodes
+
+
+def test_control_is_answered_while_the_engine_stands(house: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server)
+    peer.send(**SMALL, id="p")
+    assert held.waiting.wait(20)
+    for op in ("hello", "ping", "health", "stats", "prefix.list"):
+        assert other.ask(op=op, id=op)["id"] == op
+        assert peer.ask(op=op, id=op)["id"] == op, "its own connection is served, too"
+    health = other.ask(op="health", id="h")
+    assert (health["state"], health["ready"], health["running"]) == ("busy", True, 1)
+    assert other.ask(op="validate", id="v", prompt="two words")["prompt_tokens"] == 2
+    held.let()
+    assert peer.final("p")["status"] == "ok"
+
+
+def test_what_no_plan_may_ask_is_not_validated(house: Any) -> None:
+    peer = house.peer(house.mock())
+    chat = [{"role": "user", "content": "x"}]
+    for name, wrong in (("prompt", {"prompt": "x", "messages": chat}), ("prompt", {"prompt": " "}),
+                        ("messages", {"messages": []})):  # fmt: skip
+        for op in ("plan", "validate"):
+            told = peer.ask(op=op, id="v", **wrong)
+            assert (told["type"], told.get("field")) == ("error", name), (op, wrong)
+
+
+def test_hello_tells_what_a_client_must_know(house: Any) -> None:
+    hello = house.peer(house.mock()).ask(op="hello", id="h")
+    assert hello["versions"] == [1]
+    assert hello["model"]["model"] == "mock"
+    assert hello["limits"]["max_queue"] == 4
+    assert hello["limits"]["cancel_bound_ms"] >= 1
+    assert "deadline" in hello["features"]
+
+
+def test_a_mock_tells_the_bound_of_its_steps_before_the_first_one(house: Any) -> None:
+    hello = house.peer(house.mock(0.06)).ask(op="hello", id="h")
+    assert hello["limits"]["cancel_bound_ms"] == 120, "twice the longest step"
+
+
+# --- framing
+
+
+def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
+    server = house.mock()
+    req = house.peer(server, zmq.REQ)
+    assert req.ask(op="ping", id="1")["id"] == "1"
+    correlated = house.peer(server, zmq.REQ, REQ_RELAXED=1, REQ_CORRELATE=1)
+    assert correlated.ask(op="ping", id="2")["id"] == "2"
+    dealer = house.peer(server)
+    dealer.socket.send_multipart([b"hop", b"", msgspec.msgpack.encode({"op": "ping", "id": "3"})])
+    frames = dealer.socket.recv_multipart()
+    assert frames[:2] == [b"hop", b""]
+    assert msgspec.msgpack.decode(frames[2])["id"] == "3", "in the encoding of the request"
+    dealer.socket.send_multipart([b'{"op":"ping","id":"4"}'])
+    (bare,) = dealer.socket.recv_multipart()
+    assert msgspec.json.decode(bare)["id"] == "4", "no empty frame: none in the answer"
+    dealer.socket.send_multipart([b"hop", b'{"op":"ping","id":"5"}'])
+    hop, bare = dealer.socket.recv_multipart()
+    assert (hop, msgspec.json.decode(bare)["id"]) == (b"hop", "5"), "nor by a proxy"
+    dealer.socket.send_multipart([b"", b"{", b"}"])
+    assert dealer.receive()["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(("hops", "fine"), [(6, True), (7, False)])
+def test_a_chain_of_proxies_has_an_end_that_is_told(house: Any, hops: int, fine: bool) -> None:
+    peer = house.peer(house.mock())
+    peer.socket.send_multipart([*[b"hop"] * hops, b"", b'{"op":"ping","id":"1"}'])
+    reply = msgspec.json.decode(peer.socket.recv_multipart()[-1])
+    wrong = "a message must have <= 8 frames before its body (got 9)"
+    assert reply.get("message") == ("Server is running" if fine else wrong)
+
+
+def test_errors_name_the_request_and_hold_no_traceback(house: Any) -> None:
+    peer = house.peer(house.mock())
+    for fields in ({"op": "plan", "promt": "x"}, {"op": "nothing"}, {"v": 9, "op": "ping"}):
+        reply = peer.ask(id="e", **fields)
+        assert (reply["type"], reply["id"]) == ("error", "e")
+        assert "Traceback" not in str(reply)
+        assert 'File "' not in str(reply)
+
+
+def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
+    class Broken(MockBackend):
+        def prepare(self, ask: Any, left_ms: Any) -> Any:
+            raise ZeroDivisionError("secret detail")
+
+        def validate(self, request: Any) -> Any:
+            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
+
+    server = house.serve(Broken(ServeConfig()))
+    peer = house.peer(server)
+    reply = peer.ask(**SMALL, id="p")
+    assert reply["code"] == "internal"
+    assert "secret" not in str(reply)
+    assert any("ZeroDivisionError: secret detail" in line for line in house.log)
+    house.log[:] = [line for line in house.log if "Traceback" not in line]
+    reply = peer.ask(op="validate", id="v", prompt="x")
+    assert reply["code"] == "engine_fault"
+    assert "secret" not in str(reply)
+    assert any("/secret/pkg/decode.onnx must run" in line for line in house.log)
+
+
+def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) -> None:
+    class Broken(MockBackend):
+        def start(self, prepared: Any, left_ms: Any) -> Any:
+            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
+
+    peer = house.peer(house.serve(Broken(ServeConfig())))
+    reply = peer.ask(**SMALL, id="p")
+    assert (reply["code"], reply["message"]) == ("engine_fault", FAULT)
+    assert peer.ask(op="health", id="h")["error"] == FAULT
+
+
+def test_a_server_that_ends_by_a_fault_tells_no_details() -> None:
+    life = Life(10.0, failed=ThorError("/secret/pkg must be whole"))
+    assert life.health(0, 0)["error"] == FAILED
+    with pytest.raises(PlanError, match=FAILED):
+        life.loaded()
+
+
+# --- plans
+
+
+def test_a_plan_and_its_numbers(house: Any) -> None:
+    reply = house.peer(house.mock()).ask(
+        **SMALL, id="p", generation=4, session="arm", metadata={"trace": 7}, stream=False
+    )
+    assert reply["plan"] == msgspec.json.decode(PLAN)
+    assert (reply["status"], reply["finish_reason"], reply["plan_valid"]) == ("ok", "stop", True)
+    assert (reply["generation"], reply["session"], reply["metadata"]) == (4, "arm", {"trace": 7})
+    assert reply["thinking"] is None, "not asked for"
+    assert reply["timings"]["e2e_ms"] >= reply["timings"]["queue_ms"] > 0
+
+
+def test_a_stream_is_numbered_and_ends_with_the_whole(house: Any) -> None:
+    peer = house.peer(house.mock())
+    peer.send(**SMALL, id="p", stream="all", **{"return": ["plan", "text", "thinking"]})
+    events = [peer.receive()]
+    while events[-1]["type"] == "chunk":
+        events.append(peer.receive())
+    assert [event["seq"] for event in events] == list(range(len(events)))
+    said = {
+        kind: "".join(e["text"] for e in events[:-1] if e["kind"] == kind)
+        for kind in ("text", "thinking")
+    }
+    last = events[-1]
+    assert said["text"].rstrip() == last["text"]
+    assert said["thinking"] == last["thinking"]
+    steps = [event for event in events[:-1] if event["kind"] == "step"]
+    assert [step["step"] for step in steps] == last["plan"]["steps"]
+    assert [step["index"] for step in steps] == [0, 1, 2]
+
+
+def test_what_a_schema_refuses_is_told(house: Any) -> None:
+    peer = house.peer(house.mock())
+    wrong: dict[str, Any] = {"type": "object", "required": ["colour"]}
+    reply = peer.ask(**SMALL, id="p", json_schema=wrong)
+    assert (reply["status"], reply["plan_valid"]) == ("error", False)
+    reply = peer.ask(**SMALL, id="q", json_schema={"type": "object", "required": ["goal"]})
+    assert (reply["status"], reply["plan_valid"]) == ("ok", True)
+    assert peer.ask(**SMALL, id="r", json_schema={"type": 5})["code"] == "schema_invalid"
+    far = {"$ref": "http://127.0.0.1:9/schema.json"}
+    assert peer.ask(**SMALL, id="s", json_schema=far)["code"] == "schema_invalid"
+
+
+# --- real time
+
+
+def test_the_latest_plan_of_a_session_wins(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b")
+    peer.send(**SMALL, id="c")
+    assert peer.final("b")["code"] == "preempted", "it never began"
+    held.let(1)
+    assert peer.final("a")["code"] == "preempted"
+    held.let()
+    assert peer.final("c")["status"] == "ok"
+    assert held.started == ["a", "c"]
+    assert held.ended == ["preempted", None]
+
+
+def test_a_plan_that_is_refused_takes_no_other_plans_place(house: Any) -> None:
+    server, held = house.held()
+    held.rates.cycle_ms = 1e6
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="arm", generation=1)
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="arm", generation=1, preempt="none")
+    newer = {"op": "plan", "session": "arm", "generation": 9, "priority": 9, "preempt": "lower"}
+    for fields, code in (
+        ({"prompt": "x", "json_schema": {"type": 7}}, "schema_invalid"),
+        ({"prompt": "x " * 9000}, "prompt_too_long"),
+        ({"prompt": "x", "deadline_ms": 60_000}, "deadline_infeasible"),
+    ):
+        assert peer.ask(**newer, **fields, id="bad")["code"] == code
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+    assert peer.ask(**SMALL, id="c", session="arm", generation=2)["status"] == "ok"
+
+
+def test_cancel_takes_the_step_under_way_and_no_more(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="arm")
+    held.let(3)
+    until(lambda: held.steps == 3 and held.waiting.is_set())
+    assert peer.ask(op="cancel", id="k", target="a")["cancelled"] is True
+    held.let()
+    assert peer.final("a")["code"] == "cancelled"
+    assert held.steps == 4
+    assert peer.ask(op="cancel", id="k", target="a")["cancelled"] is False
+
+
+def test_cancel_works_from_elsewhere_by_session_alone(house: Any) -> None:
+    server, held = house.held()
+    peer, other = house.peer(server), house.peer(server, zmq.REQ)
+    peer.send(**SMALL, id="a", session="arm")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="leg")
+    until(lambda: other.ask(op="health", id="h")["waiting"] == 1)
+    assert other.ask(op="cancel", id="k", target="b")["cancelled"] is False
+    assert other.ask(op="cancel", id="k", target="b", session="arm")["cancelled"] is False
+    assert other.ask(op="cancel", id="k", target="b", session="leg")["cancelled"] is True
+    assert peer.final("b")["code"] == "cancelled", "at once, from the queue"
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+
+
+def test_a_full_queue_is_busy_at_once(house: Any) -> None:
+    server, held = house.held(max_queue=2)
+    peer = house.peer(server)
+    for name in "abc":
+        peer.send(**SMALL, id=name, session=name)
+        if name == "a":
+            assert held.waiting.wait(20)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    reply = peer.ask(**SMALL, id="d", session="d")
+    assert (reply["code"], reply["retryable"]) == ("busy", True)
+    assert reply["retry_after_ms"] > 0
+    held.let()
+    assert [peer.receive()["id"] for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_the_urgent_overtake_and_preempt(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    peer.send(**SMALL, id="b", session="b", priority=1)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
+    peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
+    # The clerk checks plans before validations: once this is answered, both plans are accepted.
+    assert peer.ask(op="validate", id="v", prompt="x")["id"] == "v"
+    held.let()
+    assert peer.final("a")["code"] == "preempted"
+    assert peer.final("c")["status"] == "ok"
+    assert peer.final("b")["status"] == "ok"
+
+
+def test_an_urgent_plan_that_displaces_lower_ones_gets_into_a_full_queue(house: Any) -> None:
+    server, held = house.held(max_queue=2)
+    peer = house.peer(server)
+    for name, priority in (("a", 9), ("b", 3), ("c", 2)):
+        peer.send(**SMALL, id=name, session=name, priority=priority)
+        if name == "a":
+            assert held.waiting.wait(20)
+    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
+    assert peer.ask(**SMALL, id="d", session="d", priority=8)["code"] == "busy"
+    bad = peer.ask(
+        op="plan", prompt="x", max_tokens=9000, id="e", session="e", priority=8, preempt="lower"
+    )
+    assert (bad["id"], bad["code"]) == ("e", "prompt_too_long"), "and nobody made way for it"
+    displaced = peer.ask(**SMALL, id="f", session="f", priority=8, preempt="lower")
+    assert (displaced["id"], displaced["code"]) == ("c", "preempted")
+    held.let()
+    assert [peer.receive()["id"] for _ in range(3)] == ["a", "f", "b"]
+
+
+def test_a_plan_for_an_older_world_is_stale(house: Any) -> None:
+    peer = house.peer(house.mock())
+    assert peer.ask(**SMALL, id="a", session="arm", generation=5)["status"] == "ok"
+    assert peer.ask(**SMALL, id="b", session="arm", generation=4)["code"] == "stale"
+    assert peer.ask(**SMALL, id="c", session="arm", generation=5)["status"] == "ok"
+
+
+# --- deadlines
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_one_that_can(house: Any) -> None:
+    server, held = house.held()
+    held.rates.cycle_ms = 50.0
+    peer = house.peer(server)
+    reply = peer.ask(**SMALL, id="a", deadline_ms=20)
+    assert reply["code"] == "deadline_infeasible"
+    assert reply["min_ms"] > 20
+    assert held.steps == 0
+    held.let()
+    ms = int(reply["min_ms"]) + 2000
+    assert peer.ask(**SMALL, id="b", deadline_ms=ms)["type"] == "result"
+
+
+def test_a_plan_that_is_cut_short_is_whole_as_far_as_it_goes(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", thinking="off", deadline_ms=400)
+    held.let(7)  # of 10: the last of the plan's three steps is not whole
+    until(lambda: held.steps == 7 and held.waiting.is_set())
+    time.sleep(0.45)
+    held.let()
+    reply = peer.final("a")
+    assert (reply["status"], reply["finish_reason"]) == ("partial", "deadline")
+    whole = msgspec.json.decode(PLAN)
+    kept = reply["plan"]["steps"]
+    assert 1 <= len(kept) < 3
+    assert kept == whole["steps"][: len(kept)]
+    assert reply["plan_valid"] is True
+    assert held.steps == 8
+
+
+def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", deadline_ms=300, on_deadline="error")
+    held.let(2)
+    until(lambda: held.steps == 2 and held.waiting.is_set())
+    time.sleep(0.35)
+    held.let()
+    assert peer.final("a")["code"] == "deadline"
+
+
+def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="runs")
+    assert held.waiting.wait(20)
+    peer.send(op="prefix.put", id="put", prefix_id="a", system="x")
+    assert peer.ask(op="cancel", id="c", target="put")["cancelled"]
+    assert peer.final("put")["code"] == "cancelled"
+    stats = peer.ask(op="stats", id="s")
+    assert (stats["finished"], stats["refused"]) == ({}, {"cancelled": 1})
+
+
+def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
+    assert peer.ask(**SMALL, id="b", session="b", deadline_ms=100)["code"] == "deadline"
+    assert held.started == ["a"]

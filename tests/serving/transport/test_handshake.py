@@ -1,0 +1,157 @@
+"""The clients and a server that ends the handshake, because it refuses them or because it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.waiting import PATIENCE_S, until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.server.server import serving
+from thor_dflash.serving.transport import curve as security
+
+HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """The keys of a server (`ours`), and of a client that has the server's public key but is not
+    let in (`theirs`).
+    """
+    for name in ("ours", "theirs"):
+        security.keygen(tmp_path / name)
+    (tmp_path / "theirs/server.public").write_bytes((tmp_path / "ours/server.public").read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as it:
+        yield it
+
+
+def server(endpoint: str, curve: str) -> Any:
+    config = ServeConfig(bind=(endpoint,), curve=curve)
+    return serving(lambda: MockBackend(config), config, log=lambda line: None)
+
+
+class Asyncio:
+    """The client for asyncio, with the methods of the other one."""
+
+    def __init__(self, endpoint: str, options: Options) -> None:
+        self._runner = asyncio.Runner()
+        self._planner = self._run(self._made(endpoint, options))
+
+    @staticmethod
+    async def _made(endpoint: str, options: Options) -> AsyncPlanner:
+        return AsyncPlanner(endpoint, options)
+
+    def _run(self, work: Any) -> Any:
+        return self._runner.run(work)
+
+    def ping(self) -> Any:
+        return self._run(self._planner.simple("ping"))
+
+    def plan(self, ask: Ask) -> Any:
+        return self._run(self._planner.plan(ask))
+
+    def seen(self) -> int:
+        self._run(asyncio.sleep(0.002))
+        return self._planner._seen
+
+    def close(self) -> None:
+        self._run(self._planner.close())
+        self._runner.close()
+
+
+class Plain(RemotePlanner):
+    def seen(self) -> int:
+        self._line._drain()
+        return self._line._seen
+
+
+either = pytest.mark.parametrize("kind", [Plain, Asyncio])
+
+
+def refused(work: Callable[[], object]) -> None:
+    """Check that `work` fails because the connection is refused, and before its time is up."""
+    began = time.monotonic()
+    with pytest.raises(PlanError, match="refused the connection: does it want CURVE") as caught:
+        work()
+    assert time.monotonic() < began + PATIENCE_S
+    assert (caught.value.code, caught.value.retryable) == ("unreachable", False)
+
+
+@either
+@pytest.mark.parametrize("own", [True, False], ids=["wrong key", "no keys there"])
+def test_who_is_refused_is_told_at_once(kind: Any, own: bool, keys: Path) -> None:
+    endpoint = f"ipc://{keys}/plan"
+    options = Options(keys=str(keys / "theirs"), timeout_s=PATIENCE_S)
+    curve = str(keys / "ours") if own else ""
+    with server(endpoint, curve), closing(kind(endpoint, options)) as client:
+        refused(client.ping)
+        refused(lambda: client.plan(Ask(prompt="x")))
+        if kind is Plain:
+            refused(lambda: list(client.stream(Ask(prompt="x"))))
+
+
+@either
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_who_was_refused_may_be_let_in_later(
+    kind: Any, scheme: str, keys: Path, stack: ExitStack
+) -> None:
+    """A server that is started again lets in a client whose key it knows by now, whether the client
+    was refused or let in before.
+    """
+    known, ours = keys / "ours/clients/theirs.public", str(keys / "ours")
+    endpoint = f"ipc://{keys}/plan" if scheme == "ipc" else "tcp://127.0.0.1:*"
+
+    def let_in() -> None:
+        known.write_bytes((keys / "theirs/client.public").read_bytes())
+        known.chmod(0o600)
+
+    options = Options(keys=str(keys / "theirs"), timeout_s=PATIENCE_S)
+    with server(endpoint, ours) as first:
+        endpoint = first.endpoints[0]
+        client = kind(endpoint, options)
+        stack.callback(client.close)
+        refused(client.ping)
+    for _ in range(2):
+        let_in()
+        with server(endpoint, ours):
+            assert client.ping()["status"] == "ok"
+            assert client.plan(Ask(prompt="x")).status == "ok"
+        known.unlink()
+        with server(endpoint, ours):
+            refused(client.ping)
+
+
+@either
+def test_a_server_that_ended_in_a_handshake_has_refused_nobody(
+    kind: Any, tmp_path: Path, stack: ExitStack
+) -> None:
+    endpoint = f"ipc://{tmp_path}/plan"
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(f"{tmp_path}/plan")
+        dying.listen()
+        client = kind(endpoint, Options(timeout_s=0.01))
+        stack.callback(client.close)
+        dying.settimeout(PATIENCE_S)
+        dying.accept()[0].close()
+        until(lambda: client.seen() == HUNG_UP)
+    until(lambda: client.seen() == zmq.EVENT_CLOSED)
+    with pytest.raises(PlanError, match="no connection could be made") as caught:
+        client.ping()
+    assert caught.value.retryable

@@ -1,0 +1,129 @@
+"""For tests of the decoding loop: small packages with random weights, and drafters that are always,
+sometimes or never right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import numpy as np
+from support.checkpoints import (
+    GEOMETRIES,
+    Dialect,
+    DrafterGeometry,
+    TargetGeometry,
+    write_drafter,
+    write_target,
+)
+
+from thor_dflash.builders.build import build
+from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.block import Policy, Progress
+from thor_dflash.runtime.decoding.proposers import Guess, Proposer
+from thor_dflash.runtime.session.session import Request, Session, open_session
+
+NARROW = TargetGeometry(
+    hidden=60, heads=4, kv_heads=2, head_dim=18, key_heads=4, value_heads=4, key_dim=17, value_dim=5
+)
+"""Its heads begin at any element of 4, but its rows all begin alike (builders/engine_limits.py)."""
+
+_HELD: list[TemporaryDirectory[str]] = []
+"""Directories of the cached sessions, removed when the process ends."""
+
+
+@cache
+def session(
+    geometry: str = "27b",
+    dialect: Dialect = "bf16",
+    saves: str = "records",
+    chunk: int = 32,
+    capacity: int = 512,
+    drafter: bool = True,
+    block: int = 0,
+    kv: Literal["f32", "bf16", "fp8"] = "f32",
+    layers: int = 0,
+    draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
+) -> Session:
+    """Returns a session over a model of random weights, the same one for the same arguments.
+    `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES.
+    """
+    held = TemporaryDirectory()
+    _HELD.append(held)
+    root, g = Path(held.name), NARROW if geometry == "narrow" else GEOMETRIES[geometry]
+    if layers:
+        g = replace(g, layers=layers, interval=min(layers, g.interval))
+    taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
+    write_target(root / "target", g, 3, dialect)
+    write_drafter(root / "drafter", g, DrafterGeometry(taps=taps, layer_types=draft_layers), 4)
+    config = BuildConfig(
+        saves="states" if saves == "states" else "records",
+        chunk=chunk,
+        capacity=capacity,
+        block=block,
+        kv=kv,
+    )
+    build(
+        root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()
+    )
+    return open_session(root / "package", EngineConfig(threads=1), Silent())
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 240) -> tuple[int, ...]:
+    """Returns a prompt of random token ids."""
+    return tuple(int(t) for t in np.random.default_rng(seed).integers(0, vocab, length))
+
+
+def answer(
+    s: Session, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
+) -> list[int]:
+    """Answer a request and return all tokens."""
+    return [t for c in s.run(request, proposer, policies) for t in c.tokens]
+
+
+def drafts(guess: Callable[[int], Sequence[int]]) -> Guess:
+    """Returns a drafter whose drafts depend only on the number of tokens answered so far."""
+    return Guess(lambda progress: guess(len(progress.tokens)))
+
+
+def oracle(truth: Sequence[int], rows: int = 16) -> Guess:
+    """Returns a drafter that always drafts the true continuation."""
+    return drafts(lambda n: _padded(truth[n : n + rows - 1], rows))
+
+
+def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Guess:
+    """Returns a drafter of the true continuation in which each token is wrong with probability
+    `rate`.
+    """
+    rng = np.random.default_rng(seed)
+
+    def guess(progress: Progress) -> Sequence[int]:
+        n = len(progress.tokens)
+        right = _padded(truth[n : n + rows - 1], rows)
+        return [(t + 1) % 240 if rng.random() < rate else t for t in right]
+
+    return Guess(guess)
+
+
+def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
+    """Returns a drafter whose first token is always wrong, so that none of a block is accepted; the
+    other tokens are the true ones, as far as their ids are below 240.
+    """
+    return drafts(
+        lambda n: [
+            (t + (i == 0)) % 240 for i, t in enumerate(_padded(truth[n : n + rows - 1], rows))
+        ]
+    )
+
+
+DEAD = drafts(lambda n: [0] * 15)
+"""A drafter that always drafts token 0, fifteen times."""
+
+
+def _padded(tokens: Sequence[int], rows: int) -> list[int]:
+    return [*tokens, *[0] * (rows - 1 - len(tokens))]

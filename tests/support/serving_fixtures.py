@@ -1,0 +1,258 @@
+"""For the tests of serving: servers on free ports, raw clients, and a backend that takes no step
+until a test lets it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+from support.waiting import PATIENCE_S, until
+
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.serving.planner.backend import Backend, Prepared, Run, Stop
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.server.server import Server, serving
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session.session import Session
+
+
+@dataclass
+class HeldRun:
+    """A run of a mock of which every step waits for a permit."""
+
+    run: Run
+    held: HeldBackend
+
+    @property
+    def done(self) -> bool:
+        return self.run.done
+
+    @property
+    def phase(self) -> messages.Phase:
+        return self.run.phase
+
+    def step(self) -> Sequence[messages.Chunk]:
+        self.held.waiting.set()
+        assert self.held.permits.acquire(timeout=PATIENCE_S)
+        self.held.waiting.clear()
+        self.held.steps += 1
+        return self.run.step()
+
+    def result(self, stop: Stop | None) -> messages.Result:
+        self.held.ended.append(stop)
+        return self.run.result(stop)
+
+    def close(self) -> None:
+        self.run.close()
+
+
+@dataclass
+class HeldBackend:
+    """A mock backend whose runs take no step until a test permits it with `let`."""
+
+    mock: MockBackend
+    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    waiting: threading.Event = field(default_factory=threading.Event)
+    """Set while a run waits for a permit."""
+    steps: int = 0
+    ended: list[Stop | None] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    """Ids of the plans in the order in which they were started."""
+
+    def let(self, steps: int = 10_000) -> None:
+        self.permits.release(steps)
+
+    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+        self.started.append(prepared.ask.id)
+        return HeldRun(self.mock.start(prepared, left_ms), self)
+
+    def close(self) -> None:
+        self.permits.release(10_000)
+
+    @property
+    def about(self) -> Any:
+        return self.mock.about
+
+    @property
+    def rates(self) -> Any:
+        return self.mock.rates
+
+    def warm(self) -> None:
+        self.mock.warm()
+
+    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
+        return self.mock.prepare(ask, left_ms)
+
+    def validate(self, request: messages.Validate) -> dict[str, Any]:
+        return self.mock.validate(request)
+
+    def pin(self, request: messages.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
+        return self.mock.pin(request, stopped)
+
+    def keep(self, request: messages.PrefixPut) -> None:
+        self.mock.keep(request)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self.mock.skipped
+
+    def prefixes(self) -> list[dict[str, Any]]:
+        return self.mock.prefixes()
+
+    def drop(self, prefix_id: str) -> bool:
+        return self.mock.drop(prefix_id)
+
+
+class Peer:
+    """A raw client: what a robot in another language would send, frame by frame."""
+
+    def __init__(self, endpoint: str, kind: int = zmq.DEALER, **options: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(kind)
+        self.socket.linger = 0
+        for name, value in options.items():
+            self.socket.setsockopt(zmq.SocketOption[name], value)
+        self.socket.connect(endpoint)
+        self.envelope = [] if kind == zmq.REQ else [b""]
+
+    def send(self, body: bytes | None = None, **fields: object) -> None:
+        self.socket.send_multipart(
+            [*self.envelope, msgspec.json.encode(fields) if body is None else body]
+        )
+
+    def receive(self) -> dict[str, Any]:
+        assert self.socket.poll(1e3 * PATIENCE_S), "no answer"
+        reply: dict[str, Any] = msgspec.json.decode(self.socket.recv_multipart()[-1])
+        return reply
+
+    def ask(self, **fields: object) -> dict[str, Any]:
+        self.send(**fields)
+        return self.receive()
+
+    def final(self, id: str) -> dict[str, Any]:
+        """Skip the chunks of a request and return its final answer. An answer to another request
+        fails the test.
+        """
+        while (reply := self.receive())["type"] == "chunk":
+            assert reply["id"] == id
+        assert reply["id"] == id, reply
+        return reply
+
+    def silent(self, ms: int = 50) -> bool:
+        return not self.socket.poll(ms)
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+
+class House:
+    """Starts servers and clients, and closes them all at the end of the test."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.log: list[str] = []
+
+    def serve(self, backend: Backend, **config: Any) -> Server:
+        # The watchdog outlasts a test that gives up: it would end the process that runs the tests.
+        usual = {"bind": ("tcp://127.0.0.1:*",), "drain_s": 10.0, "watchdog_s": 3 * PATIENCE_S}
+        settings = ServeConfig(**{**usual, **config})
+        ready = self.ready() + 1
+        server = self.load(lambda: backend, settings)
+        until(lambda: self.ready() == ready)
+        return server
+
+    def ready(self) -> int:
+        """How many servers have become ready."""
+        return sum(line.startswith("ready after") for line in self.log)
+
+    def load(self, load: Callable[[], Backend], config: ServeConfig) -> Server:
+        return self._stack.enter_context(serving(load, config, log=self.log.append))
+
+    def mock(self, cycle_s: float = 0.0, **config: Any) -> Server:
+        return self.serve(MockBackend(ServeConfig(), cycle_s), **config)
+
+    def skipping(self, lost: int) -> Server:
+        """A mock that drops the chunk of this number of every plan, as for a slow reader."""
+        server = self.mock()
+        send = server._desk._send
+
+        def skip(*message: Any, droppable: bool = False) -> bool:
+            return (droppable and message[-1] == lost) or send(*message, droppable=droppable)
+
+        server._desk._send = skip  # type: ignore[method-assign]
+        return server
+
+    def held(self, **config: Any) -> tuple[Server, HeldBackend]:
+        held = HeldBackend(MockBackend(ServeConfig()))
+        server = self.serve(held, **config)
+        self._stack.callback(held.close)
+        return server, held
+
+    def held_later(self) -> tuple[Server, HeldBackend, threading.Event]:
+        """As `held`, but the server loads until the event is set."""
+        held, load = HeldBackend(MockBackend(ServeConfig())), threading.Event()
+
+        def loaded() -> HeldBackend:
+            assert load.wait(PATIENCE_S)
+            return held
+
+        server = self.load(loaded, ServeConfig(bind=("tcp://127.0.0.1:*",)))
+        self._stack.callback(held.close)
+        self._stack.callback(load.set)
+        return server, held, load
+
+    def peer(self, server: Server, kind: int = zmq.DEALER, **options: int) -> Peer:
+        peer = Peer(server.endpoints[0], kind, **options)
+        self._stack.callback(peer.close)
+        return peer
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """pytest's directory for a test; another one if its path leaves no room for a socket's name,
+    since the whole address of a unix socket has at most 107 bytes.
+    """
+    if len(os.fsencode(tmp_path)) <= 80:
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    it = House()
+    yield it
+    it.close()
+    assert not [line for line in it.log if "Traceback" in line], it.log
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """A session with random weights, shared by the tests of one file."""
+    # Imported here: most tests of serving need no model.
+    from support.constrained_model import package
+
+    from thor_dflash.config.tree import EngineConfig
+    from thor_dflash.core.progress import Silent
+    from thor_dflash.runtime.session.session import open_session
+
+    it = open_session(package(), EngineConfig(threads=1), Silent())
+    yield it
+    it.close()
