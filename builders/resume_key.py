@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-import thor_dflash
-from thor_dflash import builders, plugins
+from thor_dflash import builders, config, core, package, plugins
 from thor_dflash.builders.tensorrt.package import Maker
 from thor_dflash.config.tree import BuildConfig
 
@@ -51,9 +50,8 @@ def _code() -> str:
     digest = hashlib.sha256()
     for name in _LIBRARIES:
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    top = Path(thor_dflash.__file__).parent
-    rooms = [Path(package.__path__[0]) for package in (builders, plugins)]
-    for path in sorted([*top.glob("*.py"), *(p for room in rooms for p in room.rglob("*"))]):
+    folders = [Path(each.__path__[0]) for each in (config, core, package, builders, plugins)]
+    for path in sorted(path for folder in folders for path in folder.rglob("*")):
         if path.suffix in _CODE:
             text = path.read_bytes()
             digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)

@@ -22,7 +22,7 @@ from thor_dflash.core.progress import Progress, amount
 from thor_dflash.core.progress import Task as Timing
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
-from thor_dflash.runtime.session.session import Report, Request, Session, open_session
+from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer, Text
 
 ROOT = Path(__file__).resolve().parent.parent

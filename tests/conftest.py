@@ -9,6 +9,8 @@ import shutil
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ("support.bench_fixtures", "support.serving_fixtures")
+
 # Derandomised: the same examples on every machine. No deadline: on a busy machine a slow example
 # is no error.
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)

@@ -17,21 +17,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
-FLOORS = (
-    ("errors", "tensors", "dims", "contents"),
-    ("records", "progress", "extras", "streams", "serve_config", "tensorrt_config"),
-    ("config", "manifest", "tokenizer", "program"),
-    ("plan",),
+LAYERS = (
+    ("core",),
+    ("config",),
+    ("package",),
     ("plugins",),
     ("builders", "runtime"),
     ("serving",),
     ("calib",),
-    ("verbs",),
-    ("verb_options",),
-    ("options",),
     ("cli",),
 )
-LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+"""From the bottom up. A layer imports those below it only."""
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Third-party package -> the files that may import it.
 MAY = {
@@ -41,7 +38,7 @@ MAY = {
         "builders/*",
         "calib/check/ort_trace.py",
         "plugins/onnx_builder.py",
-        "plugins/*/body.py",
+        "plugins/*/onnx_body.py",
         "tests/*",
     ],
     "cuda": ["plugins/cuda/*", "runtime/doctor/probe.py", "tests/*"],
@@ -56,8 +53,13 @@ MAY = {
     "onnxruntime": ["runtime/engines/onnxruntime_import.py"],
     "tokenizers": ["runtime/text/tokenizer.py", "calib/nano/*", "tests/*"],
     "jinja2": ["runtime/text/chat_template.py", "calib/nano/*", "tests/*"],
-    "llguidance": ["runtime/policies/grammar*", "tests/*"],
-    "rich": ["thor_dflash/core/progress.py", "thor_dflash/verbs/*", "calib/demo*", "tests/*"],
+    "llguidance": ["runtime/grammar/*", "tests/*"],
+    "rich": [
+        "thor_dflash/core/progress.py",
+        "thor_dflash/cli/commands/*",
+        "calib/demo*",
+        "tests/*",
+    ],
     "zmq": ["serving/*", "tests/*"],
     "msgspec": ["serving/*", "thor_dflash/cli/commands/plan.py", "tests/*"],
     "jsonschema_rs": ["serving/planner/schema_validator.py"],
@@ -75,7 +77,7 @@ MAY = {
 # Nothing is configured from the environment, and no object is probed or changed by name.
 ENVIRONMENT = {
     "serving/server/systemd.py": "systemd names its socket to a service there and nowhere else",
-    "runtime/engines/onnxruntime_import.py": "ONNX Runtime reads there whether it may send telemetry",
+    "runtime/engines/onnxruntime_import.py": "ONNX Runtime looks there for leave to send telemetry",
 }
 """Files that may use environment variables -> why."""
 BANNED = {
@@ -92,10 +94,14 @@ def files(*tops: str) -> list[Path]:
     return [p for top in tops for p in sorted((ROOT / top).rglob("*.py"))]
 
 
-HOUSE = [*sorted((ROOT / "thor_dflash").glob("*.py")), *files("thor_dflash/verbs", *TOPS)]
+OWN = ("cli", "config", "core", "package")
+HOUSE = [
+    ROOT / "thor_dflash" / "__init__.py",
+    *files(*(f"thor_dflash/{name}" for name in OWN), *TOPS),
+]
 TESTS = files("tests")
-SHARED = {p.stem for p in (ROOT / "tests").glob("*.py")}
-"""Modules that tests share."""
+SHARED = {"support", "stand_ins", "emulator"}
+"""Packages that tests share."""
 
 
 def name(path: Path) -> str:
@@ -111,8 +117,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def room(path: Path) -> str:
-    """Returns the name in FLOORS to which a source file belongs."""
+def layer(path: Path) -> str:
+    """Returns the name in LAYERS to which a source file belongs."""
     first, *rest = path.relative_to(ROOT).parts
     return rest[0].removesuffix(".py") if first == "thor_dflash" else first
 
@@ -143,11 +149,11 @@ def _imports(path: Path) -> Iterator[str]:
 def uses(path: Path) -> set[str]:
     """Returns the third-party packages that a file imports."""
     tops = {module.partition(".")[0] for module in imports(path)}
-    return tops - sys.stdlib_module_names - SHARED - {"thor_dflash", "plain"}
+    return tops - sys.stdlib_module_names - SHARED - {"thor_dflash"}
 
 
 @every_file
-def test_floors_are_imported_through_the_package(path: Path) -> None:
+def test_layers_are_imported_through_the_package(path: Path) -> None:
     for module in imports(path):
         top = module.partition(".")[0]
         assert top in SHARED or top not in TOPS, f"say thor_dflash.{module}"
@@ -155,11 +161,11 @@ def test_floors_are_imported_through_the_package(path: Path) -> None:
 
 @every_source
 def test_imports_go_down(path: Path) -> None:
-    here = room(path)
+    here = layer(path)
     if here == "__init__":
         assert not [m for m in imports(path) if m.startswith("thor_dflash.")]
         return
-    assert here in LEVEL, f"{here} has no floor"
+    assert here in LEVEL, f"{here} is no layer"
     for module in imports(path):
         parts = module.split(".")
         there = parts[1] if parts[0] == "thor_dflash" and len(parts) > 1 else here
@@ -178,7 +184,7 @@ def test_packages_from_outside_stay_where_they_belong(path: Path) -> None:
 
 @every_file
 def test_small_files_small_functions(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").count("\n") <= 400
+    assert path.read_text(encoding="utf-8").count("\n") <= 600
     for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name
@@ -221,7 +227,7 @@ def test_everything_public_says_what_it_is(path: Path) -> None:
                 assert private or ast.get_docstring(part), f"line {part.lineno}: {part.name}"
 
 
-def test_every_floor_is_linked() -> None:
+def test_every_layer_is_linked() -> None:
     for top in TOPS:
         link = ROOT / "thor_dflash" / top
         assert link.is_symlink()

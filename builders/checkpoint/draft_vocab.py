@@ -30,7 +30,8 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {path}: {e})") from e
     listed = strict_records.as_list(value)
     if not listed or any(type(i) is not int for i in listed):
-        raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {records.show(value)})")
+        got = strict_records.show(value)
+        raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {got})")
     ids = cast("list[int]", listed)
     wrong = [f"{i}" for i in (min(ids), max(ids)) if not 0 <= i < vocab]
     wrong += [f"{b} after {a}" for a, b in itertools.pairwise(ids) if a >= b]

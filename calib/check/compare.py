@@ -30,7 +30,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.measure.score import score, shapes
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 
 LENGTH = 3
 """Default number of blocks of tokens: enough to cover folding and a second tile of rows."""

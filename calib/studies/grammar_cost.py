@@ -1,6 +1,7 @@
 """What one block under a grammar costs on the CPU, for the tokenizer of a checkpoint or package.
 
-    python -m thor_dflash.calib.studies.grammar_cost models/planner-nano/target [--ids 248320] [--walks 3000]
+    python -m thor_dflash.calib.studies.grammar_cost models/planner-nano/target \\
+        [--ids 248320] [--walks 3000]
 
 `--ids` fills the vocabulary up with random words, for the cost of one of that size. `--walks`
 follows the grammar at random so many times and watches for failures and memory.

@@ -1,6 +1,7 @@
 """What a grammar costs and gives: held-out tasks planned free, masked, and masked with forced ids.
 
-    python -m thor_dflash.calib.studies.grammar_quality PACKAGE HELDOUT.jsonl [--count 120] [--plain 12]
+    python -m thor_dflash.calib.studies.grammar_quality PACKAGE HELDOUT.jsonl \\
+        [--count 120] [--plain 12]
 
 Prints a table. `--plain` of the tasks are decoded without a drafter too, and must come out the
 same.
@@ -28,7 +29,7 @@ from thor_dflash.runtime.decoding.block import Policy
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer, Text
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
 from thor_dflash.serving.planner.schema_validator import Checker

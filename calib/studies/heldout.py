@@ -20,7 +20,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.decoding.proposers import Nobody
 from thor_dflash.runtime.measure.profile import PROMPT
-from thor_dflash.runtime.session.session import Report, Request, Session, open_session
+from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer
 
 MAX_TOKENS = 512

@@ -40,7 +40,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
 from thor_dflash.runtime.decoding.telemetry import Part
 from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
-from thor_dflash.runtime.session.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
 from thor_dflash.runtime.text.thinking import Thinking
 from thor_dflash.runtime.text.tokenizer import Answer
 

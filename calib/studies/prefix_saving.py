@@ -19,7 +19,7 @@ from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 TAIL = 24
 """A request of a few words, and the marks around it."""

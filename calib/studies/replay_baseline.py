@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.core.errors import RequestError, ThorError
 from thor_dflash.core.progress import say
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.text.tokenizer import Text
 
 

@@ -205,6 +205,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
                 "NEXT": _next(site),
             }
             | {f"{name.upper()}_F32": _wide(site, name) for name in _PLAIN},
+            source="decode.cu",
         ),
     )
 

@@ -49,7 +49,7 @@ SQUARES_ROWS = 32
 HEAD_COLUMNS = 128
 """Width of the heads whose factors 1 / rms may be applied to sums; as in activation_slabs.cuh."""
 HEAD_PIECES = 8
-"""Sums of squares of a row and head, each over 16 neighbouring columns; as in activation_slabs.cuh."""
+"""Sums of squares of a row and head, each over 16 neighbouring columns (activation_slabs.cuh)."""
 TILE_ROWS = 16
 _SLABS = {WARPS: 4, SLIM: 2}
 """Slabs of a stage, by warps of a block."""

@@ -2,8 +2,8 @@
 
 The segments of a call lie side by side as packed columns: 64 columns make an n-tile, and up to
 twelve n-tiles of one kind make a group. The gate and up weights of a swiglu alternate every 8
-columns. Within a group the storage order is: step of 128 of K, n-tile, half a step, slot. packed_weight.cuh
-describes a slot.
+columns. Within a group the storage order is: step of 128 of K, n-tile, half a step, slot.
+packed_weight.cuh describes a slot.
 
 A few n-tiles may be stored as four narrow tiles of 16 columns each. A cluster can take one of these
 in addition to its n-tiles, which evens out the work when there are slightly more n-tiles than the

@@ -141,8 +141,8 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class FirstItems:
-    """What a block computes its cluster's first item from, as FirstItems in pipeline.cuh: arguments of
-    the kernel.
+    """What a block computes its cluster's first item from, as FirstItems in pipeline.cuh:
+    arguments of the kernel.
     """
 
     loaded: int

@@ -56,8 +56,8 @@ def prepared(
 
     Args:
         folder: Path of linear's sources, relative to the room's own folder.
-        slabs: Whether the rows must be in slabs (activation_slabs.cuh), as the products' kernels read them;
-            `x` never is.
+        slabs: Whether the rows must be in slabs (activation_slabs.cuh), as the products'
+            kernels read them; `x` never is.
     """
     a = site.attributes
     gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE

@@ -11,7 +11,7 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.loop import own
 from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 
 
 def score(

@@ -162,7 +162,7 @@ def _header(path: Path, line: bytes, model: Model) -> _Header:
         if table.get(key) != mine:
             raise PackageError(
                 f"{path} must be written by this version of thor-dflash, {key} {mine} "
-                f"(got {records.show(table.get(key))}); {AGAIN}"
+                f"(got {strict_records.show(table.get(key))}); {AGAIN}"
             )
     header = strict_records.decode(_Header, table, "", PackageError)
     if header.package != identity(model.manifest):

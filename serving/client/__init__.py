@@ -1,1 +1,21 @@
-"""Clients of a plan server: RemotePlanner for one thread, AsyncPlanner for asyncio."""
+"""Clients of a plan server: RemotePlanner for one thread, AsyncPlanner for asyncio.
+
+They need pyzmq and msgspec, nothing else.
+"""
+
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.client.async_client import AsyncPlanner
+from thor_dflash.serving.client.client import RemotePlanner
+from thor_dflash.serving.client.retry import Options
+from thor_dflash.serving.protocol.messages import Ask, Chunk, Message, Result
+
+__all__ = [
+    "Ask",
+    "AsyncPlanner",
+    "Chunk",
+    "Message",
+    "Options",
+    "PlanError",
+    "RemotePlanner",
+    "Result",
+]

@@ -14,9 +14,7 @@ from typing import Any
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import retry
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.retry import Options
+from thor_dflash.serving.client import AsyncPlanner, Options, retry
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import curve
 

@@ -1,8 +1,8 @@
 """Storage of the prefixes that outlive the server: a directory of files, each complete or absent.
 
-A file is named by the hash of its prefix's name; its format is that of runtime/session/prefix_file.py.
-Files that a killed server left half-written have another suffix and are removed when the next
-server starts.
+A file is named by the hash of its prefix's name; its format is that of
+runtime/session/prefix_file.py. Files that a killed server left half-written have another suffix and
+are removed when the next server starts.
 """
 
 from __future__ import annotations

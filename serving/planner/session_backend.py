@@ -16,8 +16,8 @@ from thor_dflash.core.strict_records import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.measure.power import find
+from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
-from thor_dflash.runtime.session.session import Request, Session
 from thor_dflash.runtime.text.tokenizer import Text, open_at_end
 from thor_dflash.serving.planner import startup_checks
 from thor_dflash.serving.planner.backend import About, Prepared, Run

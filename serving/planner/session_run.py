@@ -10,7 +10,7 @@ import msgspec
 
 from thor_dflash.runtime.decoding.block import Finish
 from thor_dflash.runtime.measure.power import Watch
-from thor_dflash.runtime.session.session import Chunk, Report, Session
+from thor_dflash.runtime.session import Chunk, Report, Session
 from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
 from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import Prepared, Stop

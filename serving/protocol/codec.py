@@ -160,7 +160,7 @@ def check_version(v: object) -> None:
         PlanError: unsupported_version.
     """
     if type(v) is not int or v != messages.VERSION:
-        text = f"v must be {wire.VERSION} (got {shown(v)})"
+        text = f"v must be {messages.VERSION} (got {shown(v)})"
         raise PlanError("unsupported_version", text, field="v")
 
 

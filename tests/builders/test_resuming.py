@@ -78,8 +78,13 @@ def test_a_build_by_other_code_is_not_resumed(
         monkeypatch.setattr(f"thor_dflash.builders.resume_key.{name}", module)
     monkeypatch.setattr("thor_dflash.builders.resume_key._code", _code.__wrapped__)  # not cached
     seen: set[str] = set()
-    edited = ("builders/output/weight_files.py", "plugins/linear/pack.py", "plugins/linear/reference.py",
-              "plugins/gdn/onnx_body.py", "plugins/cuda/device.cuh")  # fmt: skip
+    edited = (
+        "builders/output/weight_files.py",
+        "plugins/linear/pack.py",
+        "plugins/linear/reference.py",
+        "plugins/gdn/onnx_body.py",
+        "plugins/cuda/device.cuh",
+    )
     for name in ("", *edited):
         if name:
             with (tmp_path / name).open("a") as file:

@@ -338,7 +338,7 @@ def test_what_is_wrong_is_told_in_one_line_with_status_2(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # where the relative paths lead nowhere and may be written
-    for name in ("builders.build", "runtime.score", "calib.demo"):
+    for name in ("builders.build", "runtime.measure.score", "calib.demo"):
         install(monkeypatch, name, build=None, blocks=None, shapes=None, run=None)
     assert main.main(args.split()) == 2
     assert message in line(capsys)

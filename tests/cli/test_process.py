@@ -34,7 +34,7 @@ def test_the_module_is_the_command() -> None:
 
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
-        "import sys; from thor_dflash import cli\n"
+        "import sys; from thor_dflash.cli import main as cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit as e: assert not e.code\n"
         "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnx'} & set(sys.modules)\n"
@@ -48,7 +48,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     script = (
-        "import sys; from thor_dflash import cli\n"
+        "import sys; from thor_dflash.cli import main as cli\n"
         "cli.run = lambda argv: print('x' * 1_000_000)\n"
         "sys.exit(cli.main([]))"
     )
@@ -62,7 +62,7 @@ def test_a_reader_that_left_before_a_short_answer_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     script = (
-        "import sys; from thor_dflash import cli\n"
+        "import sys; from thor_dflash.cli import main as cli\n"
         "cli.run = lambda argv: print('x')\n"
         "sys.exit(cli.main([]))"
     )
@@ -76,7 +76,7 @@ def test_a_reader_that_left_before_a_short_answer_is_no_error() -> None:
 @pytest.mark.parametrize("size", [1, 1_000_000])
 def test_a_full_disk_is_one_line(size: int) -> None:
     script = (
-        "import sys; from thor_dflash import cli\n"
+        "import sys; from thor_dflash.cli import main as cli\n"
         f"cli.run = lambda argv: print('x' * {size})\n"
         "sys.exit(cli.main([]))"
     )
@@ -91,7 +91,7 @@ def test_a_full_disk_is_one_line(size: int) -> None:
 def failing(number: int) -> subprocess.CompletedProcess[str]:
     """Run a command in which the system reports an error that names no file."""
     script = (
-        "import os, sys; from thor_dflash import cli\n"
+        "import os, sys; from thor_dflash.cli import main as cli\n"
         f"def fail(argv): raise OSError({number}, os.strerror({number}))\n"
         "cli.run = fail\n"
         "sys.exit(cli.main([]))"
@@ -112,7 +112,7 @@ def test_a_disk_that_fails_elsewhere_is_one_line_and_not_said_of_stdout(number: 
 def test_no_place_for_temporary_files_is_one_line() -> None:
     """Python says it with the number of a file that is missing, but no name."""
     script = (
-        "import sys, tempfile; from thor_dflash import cli\n"
+        "import sys, tempfile; from thor_dflash.cli import main as cli\n"
         "tempfile._candidate_tempdir_list = lambda: ['/proc']\n"
         "cli.run = lambda *_: tempfile.gettempdir()\n"
         "sys.exit(cli.main([]))"
@@ -125,7 +125,7 @@ def test_no_place_for_temporary_files_is_one_line() -> None:
 
 def test_a_working_directory_that_was_removed_is_one_line(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from thor_dflash import cli\n"
+        "import os, sys; from thor_dflash.cli import main as cli\n"
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
         "sys.exit(cli.main(['build', '--target', '/x', '--out', 'z']))"
     )
@@ -142,10 +142,9 @@ def test_an_error_of_ours_shows_its_traceback() -> None:
 
 
 def test_a_closed_stdout_is_one_line() -> None:
-    script = (
-        "import sys; from thor_dflash import cli; sys.exit(cli.main(['keygen', '/dev/null/k']))"
-    )
-    command = f"{python(script)} >&-"
+    script = "import sys; from thor_dflash.cli import main as cli; sys.exit(cli.main(['keygen', '/dev/null/k']))"
+        "import sys; from thor_dflash.cli import main as cli\n"
+        "sys.exit(cli.main(['keygen', '/dev/null/k']))"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
     assert done.stderr == "thor-dflash: stdout must be writable (got: it is closed)\n"
     assert done.returncode == 2
@@ -153,7 +152,7 @@ def test_a_closed_stdout_is_one_line() -> None:
 
 def test_a_terminal_that_has_no_such_letter_shows_another() -> None:
     script = (
-        "import sys; from thor_dflash import cli\n"
+        "import sys; from thor_dflash.cli import main as cli\n"
         "cli.run = lambda argv: print('caf\\u00e9')\n"
         "sys.exit(cli.main([]))"
     )
@@ -184,7 +183,7 @@ def test_streams_that_lead_nowhere_change_no_result(streams: str, tmp_path: Path
 def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     # Otherwise a library that writes a warning to stderr (2) would write it into that file.
     script = (
-        "import os, subprocess, sys; from thor_dflash import cli\n"
+        "import os, subprocess, sys; from thor_dflash.cli import main as cli\n"
         "def work(argv):\n"
         f"    with open('{tmp_path / 'weights'}', 'wb') as file:\n"
         "        os.write(2, b'a warning')\n"
@@ -243,7 +242,7 @@ def test_ctrl_c_is_130_and_one_line() -> None:
     # A shell without job control starts background commands with SIGINT ignored, and children
     # inherit that. So if the tests run in the background, the child must set the handler itself.
     script = (
-        "import signal, sys, time; from thor_dflash import cli\n"
+        "import signal, sys, time; from thor_dflash.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait(argv): print('ready', flush=True); time.sleep(60)\n"
         "cli.run = wait\n"
@@ -268,7 +267,7 @@ def test_ctrl_c_while_a_library_is_loaded_comes_after(tmp_path: Path) -> None:
         "print('loaded')\n"
     )
     script = (
-        "import signal, sys, time; from thor_dflash import cli\n"
+        "import signal, sys, time; from thor_dflash.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.append('{tmp_path}')\n"
         "def work(argv): import library; time.sleep(60)\n"

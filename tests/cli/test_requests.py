@@ -14,7 +14,7 @@ from thor_dflash.cli.requests import Question
 from thor_dflash.config.tree import AS_MADE, NO_BUDGET, load
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session.session import Request
+from thor_dflash.runtime.session import Request
 
 
 def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:

@@ -30,16 +30,16 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.plugins.accept.reference import Record  # noqa: E402
+from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.decoding.block import Block, Policy, Progress
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
-from thor_dflash.runtime.engines.cuda.engine import CudaEngine  # noqa: E402
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.measure.bench_report import CONTEXT
 from thor_dflash.runtime.measure.profile import HOST, PROMPT
 from thor_dflash.runtime.measure.random_weights import RandomWeights
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.text.tokenizer import Text
 from thor_dflash.serving.planner.plan_schema import from_skills
 

@@ -27,8 +27,8 @@ from thor_dflash.cli.commands.bench import CAPACITY, hollow, variants
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.progress import choose
-from thor_dflash.plugins.cuda.driver import Driver, Info  # noqa: E402
-from thor_dflash.runtime.engines.cuda import engine as engines  # noqa: E402
+from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.measure import cuda_bench as benches
 from thor_dflash.runtime.measure.bench_report import (
     CONTEXT,

@@ -23,7 +23,7 @@ from support.planner_nano import package, request
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 
 def main() -> int:

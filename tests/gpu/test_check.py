@@ -16,7 +16,7 @@ from thor_dflash.runtime.doctor.examine import examine
 from thor_dflash.runtime.doctor.local_machine import Here
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.memory_estimate import needs
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"

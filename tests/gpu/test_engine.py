@@ -24,7 +24,7 @@ from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.protocol import Tensor
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.cuda import graph_capture as capturing
 from thor_dflash.runtime.engines.cuda.graph_capture import capture
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.measure.cycle_breakdown import take_apart
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 pytestmark = pytest.mark.gpu
 

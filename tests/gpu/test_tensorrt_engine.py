@@ -15,7 +15,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.engines.tensorrt.compatibility import Here
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 pytestmark = pytest.mark.gpu
 TOKENS = 96

@@ -28,8 +28,8 @@ from thor_dflash.cli.commands.serve import SWITCH_S
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session.session import Request, open_session
-from thor_dflash.serving.client.client import Ask, Message, Options, RemotePlanner
+from thor_dflash.runtime.session import Request, open_session
+from thor_dflash.serving.client import Ask, Message, Options, RemotePlanner
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.server.server import serving
 from thor_dflash.serving.server.workers import be_polite

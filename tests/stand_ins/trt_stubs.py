@@ -3,7 +3,9 @@
 TensorRT itself is not needed: the bindings can be imported with a stand-in for each library that
 they link. This shows every class, signature and enumeration of a version.
 
-    python tests/stand_ins/trt_stubs.py      fetches the bindings once; then the tests need no network
+    python tests/stand_ins/trt_stubs.py
+
+fetches the bindings once; then the tests need no network.
 """
 
 from __future__ import annotations

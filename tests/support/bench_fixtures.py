@@ -1,4 +1,4 @@
-"""A fixture shared by tests of engines."""
+"""A fixture shared by tests of the bench."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from thor_dflash.runtime.decoding.block import Policy
 from thor_dflash.runtime.decoding.proposers import Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Text
 from thor_dflash.serving.planner.plan_schema import from_skills
 

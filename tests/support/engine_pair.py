@@ -22,7 +22,7 @@ from thor_dflash.plugins.launch import Device
 from thor_dflash.runtime.decoding.block import Block
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.engines.cuda.binding import cuda
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 TARGET = TargetGeometry(
     hidden=128, intermediate=192, layers=3, interval=3, heads=2, kv_heads=1, head_dim=256,

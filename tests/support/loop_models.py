@@ -26,7 +26,7 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.block import Policy, Progress
 from thor_dflash.runtime.decoding.proposers import Guess, Proposer
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 NARROW = TargetGeometry(
     hidden=60, heads=4, kv_heads=2, head_dim=18, key_heads=4, value_heads=4, key_dim=17, value_dim=5

@@ -11,7 +11,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 CAPACITY = 1024

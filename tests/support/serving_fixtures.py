@@ -25,7 +25,7 @@ from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.server import Server, serving
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session.session import Session
+    from thor_dflash.runtime.session import Session
 
 
 @dataclass
@@ -251,7 +251,7 @@ def session() -> Iterator[Session]:
 
     from thor_dflash.config.tree import EngineConfig
     from thor_dflash.core.progress import Silent
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
 
     it = open_session(package(), EngineConfig(threads=1), Silent())
     yield it

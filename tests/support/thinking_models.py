@@ -13,7 +13,7 @@ from thor_dflash.runtime.decoding.block import Limit, Policy, Progress
 from thor_dflash.runtime.decoding.loop import Plan, decode
 from thor_dflash.runtime.decoding.proposers import Guess, Nobody, Proposer
 from thor_dflash.runtime.decoding.telemetry import Meter, Report
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.text.thinking import Marks
 
 OPEN = 241

@@ -14,7 +14,7 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.core.strict_records import check_utf8, show
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session.session import Request, Session
+    from thor_dflash.runtime.session import Request, Session
 
 PLACES = 5
 """Most places of a schema that notes name; a schema of no bounds has hundreds."""
@@ -179,7 +179,7 @@ def _thinks(decode: DecodeConfig) -> bool:
 
 
 def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
-    from thor_dflash.runtime.session.session import Request
+    from thor_dflash.runtime.session import Request
 
     has, asked = session.manifest.drafter is not None, config.decode.drafter
     if asked == "dflash" and not has:

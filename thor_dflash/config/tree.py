@@ -88,7 +88,7 @@ class CardConfig:
                 raise ConfigError(f"build.card.{name} must be UTF-8 (got: {e})") from e
         if self.close.count("</think>") != 1:
             raise ConfigError(
-                f"build.card.close must hold </think> once (got {records.show(self.close)})"
+                f"build.card.close must hold </think> once (got {strict_records.show(self.close)})"
             )
 
 
@@ -142,7 +142,7 @@ class BuildConfig:
             )
         if len(self.name) > LONGEST_NAME or not self.name.isprintable():
             rule = f"at most {LONGEST_NAME} printable characters"
-            raise ConfigError(f"build.name must be {rule} (got {records.show(self.name)})")
+            raise ConfigError(f"build.name must be {rule} (got {strict_records.show(self.name)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,11 +326,12 @@ def _override(table: dict[str, Any], item: str) -> None:
     *path, key = _split(dotted.strip())
     if not equals or not path or not key:
         raise ConfigError(
-            f"--set must be section.key=value (got {records.show(item)}){_meant(item)}"
+            f"--set must be section.key=value (got {strict_records.show(item)}){_meant(item)}"
         )
     if any(name.startswith(f"{'.'.join((*path, key))}.") for name in keys()):
         # A whole section would silently discard what was set for its keys before.
-        raise ConfigError(f"--set must be of a key, not of a section (got {records.show(item)})")
+        got = strict_records.show(item)
+        raise ConfigError(f"--set must be of a key, not of a section (got {got})")
     row: dict[str, object] = table
     for section in path:
         inner = strict_records.as_table(row.setdefault(section, {}))

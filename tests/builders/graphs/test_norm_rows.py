@@ -1,7 +1,7 @@
 """Norms as ONNX Runtime computes them: a row's result does not depend on the row's place.
 
-Its sums do, as far as they depend on where in memory a row begins: `builders/engine_limits.py` refuses
-widths with which rows begin differently.
+Its sums do, as far as they depend on where in memory a row begins: `builders/engine_limits.py`
+refuses widths with which rows begin differently.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def killed(out: Path, body: str) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from thor_dflash.builders import staging\n"
+        "from thor_dflash.builders.output import atomic_package as staging\n"
         "from thor_dflash.builders.output.atomic_package import Staging\n"
         "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         "with Staging(Path(sys.argv[1]), 'k') as stage:\n" + lines

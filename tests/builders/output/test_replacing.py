@@ -73,7 +73,7 @@ def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
     part.mkdir()
     (part / atomic_package.JOURNAL).write_text("{}\n")
     part.chmod(0o500)
-    said = rf"{part}/\{staging.JOURNAL} must be writable \(got: Permission denied\)"
+    said = rf"{part}/\{atomic_package.JOURNAL} must be writable \(got: Permission denied\)"
     with unprivileged(), pytest.raises(PackageError, match=said):
         build(tmp_path / "p", b"")
 

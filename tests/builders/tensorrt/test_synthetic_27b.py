@@ -21,13 +21,14 @@ MOST = 6 << 30
 GDN, ATTENTION = 48, 16
 """Number of layers of each kind."""
 RUN = (
-    "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; import trt_hollow; "
-    "trt_hollow.main(Path(sys.argv[3]), sys.argv[4])"
+    "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; "
+    "from support import trt_synthetic_27b; "
+    "trt_synthetic_27b.main(Path(sys.argv[3]), sys.argv[4])"
 )
 
 
 def built(directory: Path, prefill: str) -> dict[str, Any]:
-    tests = str(Path(trt_synthetic_27b.__file__).parent)
+    tests = str(Path(trt_synthetic_27b.__file__).parents[1])
     command = [sys.executable, "-c", RUN, str(ROOT), tests, str(directory), prefill]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

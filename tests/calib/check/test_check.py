@@ -42,7 +42,7 @@ from thor_dflash.plugins import OPS
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.protocol import Call
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 NANO = Path(__file__).parents[3] / "models" / "planner-nano"
 THREAD = EngineConfig(threads=1)

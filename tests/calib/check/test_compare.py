@@ -21,7 +21,7 @@ from thor_dflash.cli.commands.check import as_table, lines
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import HEAD
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 
 
 def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:

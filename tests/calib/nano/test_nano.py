@@ -20,7 +20,7 @@ from thor_dflash.calib.studies.policies import Ran, _pace, faster, length_of, sp
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.telemetry import Part
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 TASKS = 36
 """How many of the 120 held-out tasks are run. Families alternate in them. docs/measurements has the

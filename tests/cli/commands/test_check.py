@@ -23,7 +23,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.model_dims import LEAST_TALK
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 
 def test_an_engine_whose_steps_cannot_be_traced_needs_a_reference() -> None:

@@ -22,9 +22,8 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
-from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving.client import client
-from thor_dflash.serving.client.client import Options, PlanError
+from thor_dflash.runtime.session import Session
+from thor_dflash.serving.client import Options, PlanError, client
 from thor_dflash.serving.client.retry import PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner

@@ -23,7 +23,7 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 TOKENS = list(range(40))
 

@@ -229,7 +229,7 @@ def test_states_are_read_before_the_previous_kernel_has_ended(
 def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
     """Earlier, its blocks and what they read would delay the rows."""
     waits = r"copy_async_wait<0>|barriers\.made\(0\)|barriers\.fetched\(\)|wait_for_previous"
-    before = (OP.room / "kernel.cu").read_text().split("let_next_start();")[:-1]
+    before = (OP.room / "decode.cu").read_text().split("let_next_start();")[:-1]
     last = [re.findall(waits, text)[-1] for text in before]
     assert last == ["barriers.made(0)", "copy_async_wait<0>"]
 

@@ -53,7 +53,7 @@ def test_every_plugin_is_registered_found_and_made_by_the_real_registry(tmp_path
     try:
         made = trt_bindings.lean_libraries(version, tmp_path)
     except (subprocess.SubprocessError, OSError) as e:
-        pytest.skip(f"{bound_trt.LEAN}=={version} must be fetched once (got: {e})")
+        pytest.skip(f"{trt_bindings.LEAN}=={version} must be fetched once (got: {e})")
     told = asked(site, made)
     assert told["registry"]
     assert told["plugins"] > 50

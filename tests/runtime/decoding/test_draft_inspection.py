@@ -13,7 +13,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.decoding.block import Block, Progress, Reason
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
-from thor_dflash.runtime.session.session import Request
+from thor_dflash.runtime.session import Request
 
 REQUEST = Request(prompt=prompt(40, seed=1), max_tokens=40)
 

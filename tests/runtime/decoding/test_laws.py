@@ -16,7 +16,7 @@ from thor_dflash.core.errors import TransactionError
 from thor_dflash.runtime.decoding.block import Block
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
 from thor_dflash.runtime.decoding.sequence_state import Snapshot, State
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 
 GEOMETRIES = ("0.8b", "4b", "27b", "heads27b", "narrow")
 LAWFUL = settings(

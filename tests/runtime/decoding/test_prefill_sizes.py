@@ -16,8 +16,8 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.session.prefix_cache import Prefixes
-from thor_dflash.runtime.session.session import Request, Session, open_session
 
 SIZES = (32, 8, 100)
 LONG = prompt(300, 5)

@@ -7,7 +7,7 @@ from support.loop_models import answer, oracle, prompt, session
 
 from thor_dflash.runtime.decoding.loop import resolve
 from thor_dflash.runtime.decoding.proposers import Nobody
-from thor_dflash.runtime.session.session import Request
+from thor_dflash.runtime.session import Request
 
 EOS = 99
 

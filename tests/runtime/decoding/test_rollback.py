@@ -16,7 +16,7 @@ from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 KEPT = (".state", ".tail")
 

@@ -16,7 +16,7 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 WIDTHS = (4, 8, 12)
 

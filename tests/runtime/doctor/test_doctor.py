@@ -41,7 +41,7 @@ from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, Tenso
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
 from thor_dflash.runtime.engines.memory_estimate import needs, per_token
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 
 def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:

@@ -18,7 +18,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 GEOMETRY = GEOMETRIES["4b"]
 

@@ -29,7 +29,7 @@ from thor_dflash.plugins.accept import Record
 from thor_dflash.runtime.decoding.block import Block, Progress
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 
 Array = NDArray[Any]
 

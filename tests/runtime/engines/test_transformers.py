@@ -33,7 +33,7 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 Arrays = dict[str, NDArray[Any]]
 Damage = Callable[[TargetGeometry, Arrays], None]
@@ -141,7 +141,7 @@ def test_the_goldens_cover_all_kinds_of_models() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoint_is_the_goldens_own(tmp_path: Path, name: str) -> None:
-    """If not, tests/support/checkpoints.py now draws other weights, and the goldens must be made again."""
+    """If not, support/checkpoints.py draws other weights; the goldens must be made again."""
     weights = dequantised(checkpoint(tmp_path, name) / "target")
     total = sum(np.abs(weights[n].astype(np.float64)).sum() for n in sorted(weights))
     assert total == pytest.approx(float(golden(name)["fingerprint"]), rel=1e-7)

@@ -28,7 +28,7 @@ from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
 from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
 from thor_dflash.runtime.policies.thinking_budget import Budget
-from thor_dflash.runtime.session.session import Request
+from thor_dflash.runtime.session import Request
 from thor_dflash.serving.planner.schema_validator import Checker
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}

@@ -13,7 +13,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, Progress
 from thor_dflash.runtime.decoding.model_runner import Model
 from thor_dflash.runtime.decoding.proposers import Dflash
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 
 IT = Asked(239, length=120, max_tokens=40)
 OPTIONS = [

@@ -30,8 +30,8 @@ from thor_dflash.package import manifest
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import Relaxed
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.session.admission import Desk
-from thor_dflash.runtime.session.session import Request, Session, open_session
 
 TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}"
 

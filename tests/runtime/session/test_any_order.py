@@ -30,8 +30,8 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.measure.score import score
+from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
 from thor_dflash.runtime.session.admission import Desk
-from thor_dflash.runtime.session.session import Chunk, Report, Request, Session, open_session
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Text
 

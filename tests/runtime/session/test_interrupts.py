@@ -11,7 +11,7 @@ from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.decoding.block import Block, Progress
 from thor_dflash.runtime.decoding.proposers import Nobody
 from thor_dflash.runtime.engines.protocol import Tensor
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 
 
 def interrupt(s: Session, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> None:

@@ -17,9 +17,9 @@ from support.loop_models import DEAD, answer, erring, prompt, session
 
 from thor_dflash.core.errors import PackageError, RequestError, TransactionError
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefixes, held_of
 from thor_dflash.runtime.session.prefix_file import HEADER, Stored, write_prefix
-from thor_dflash.runtime.session.session import Request, Session
 
 CHUNK = 32
 LONG = prompt(300, seed=40)

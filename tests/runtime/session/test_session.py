@@ -23,7 +23,7 @@ from thor_dflash.plugins.accept import Record
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Graph
-from thor_dflash.runtime.session.session import Request, open_session
+from thor_dflash.runtime.session import Request, open_session
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import Nobody
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.measure.score import blocks
-from thor_dflash.runtime.session.session import Request, Session
+from thor_dflash.runtime.session import Request, Session
 
 MOMENT_S = 0.2
 """Time in which another thread would get into a step, if it could."""

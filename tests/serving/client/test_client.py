@@ -19,9 +19,15 @@ import zmq
 from support.waiting import until
 
 from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.serving.client import async_client, client, retry
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import (
+    Ask,
+    AsyncPlanner,
+    Options,
+    RemotePlanner,
+    async_client,
+    client,
+    retry,
+)
 from thor_dflash.serving.client.retry import Tries, fill
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import curve

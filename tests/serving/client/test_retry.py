@@ -14,8 +14,7 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Ask, AsyncPlanner, Options, RemotePlanner
 from thor_dflash.serving.client.retry import GRACE_S, Tries
 from thor_dflash.serving.protocol import messages
 

@@ -16,15 +16,15 @@ from support.waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.client import retry
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import (
+from thor_dflash.serving.client import (
     Ask,
+    AsyncPlanner,
     Message,
     Options,
     PlanError,
     RemotePlanner,
     Result,
+    retry,
 )
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner

@@ -14,7 +14,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.planner.session_backend import LiveBackend
 
 TARGET = Path(__file__).parents[3] / "models/planner-nano/target"

@@ -14,8 +14,7 @@ from typing import Any, cast
 import pytest
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import retry
-from thor_dflash.serving.client.client import Ask, Options, Result
+from thor_dflash.serving.client import Ask, Options, Result, retry
 from thor_dflash.serving.gateway import server_pool as fleet_module
 from thor_dflash.serving.gateway.server_pool import Fleet, Member, _look_after, _Turn
 

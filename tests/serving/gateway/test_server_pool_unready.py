@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client.client import Ask, Options, Result
+from thor_dflash.serving.client import Ask, Options, Result
 from thor_dflash.serving.gateway import server_pool as fleets
 from thor_dflash.serving.gateway.server_pool import Fleet, Member, _look_after, _Turn
 

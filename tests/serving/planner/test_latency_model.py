@@ -12,7 +12,7 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client.client import Ask
+from thor_dflash.serving.client import Ask
 from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, Rates
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, admit

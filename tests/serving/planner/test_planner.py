@@ -20,16 +20,16 @@ import zmq
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.client import client
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import (
+from thor_dflash.serving.client import (
     Ask,
+    AsyncPlanner,
     Chunk,
     Message,
     Options,
     PlanError,
     RemotePlanner,
     Result,
+    client,
 )
 from thor_dflash.serving.client.retry import Tries
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend

@@ -13,7 +13,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serving.planner import prefill_tuning, session_backend
 from thor_dflash.serving.planner.latency_model import Rates
 from thor_dflash.serving.planner.session_backend import LiveBackend

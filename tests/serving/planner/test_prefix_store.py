@@ -22,10 +22,10 @@ from support.waiting import until
 from thor_dflash.cli import main
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
+from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.session.prefix_cache import Prefixes
 from thor_dflash.runtime.session.prefix_file import MAGIC
-from thor_dflash.runtime.session.session import Session
-from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.planner.prefix_store import Shelf
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.server.server import serving

@@ -10,7 +10,7 @@ from support.constrained_model import PLAN
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.runtime.session.session import Session
+from thor_dflash.runtime.session import Session
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.protocol.messages import Ask, Validate

@@ -13,7 +13,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session.session import Request, Session, open_session
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serving.planner import session_backend
 from thor_dflash.serving.planner.session_backend import SELF_TOKENS, LiveBackend
 from thor_dflash.serving.protocol.messages import Ask

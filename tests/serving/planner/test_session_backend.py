@@ -13,8 +13,8 @@ from support.constrained_model import PLAN
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
-from thor_dflash.runtime.session.session import Request, Session
-from thor_dflash.serving.client.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
 from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner

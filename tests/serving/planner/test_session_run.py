@@ -14,8 +14,8 @@ from msgspec import structs
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.measure import power
 from thor_dflash.runtime.measure.power import Sensor, Watch
-from thor_dflash.runtime.session.session import Chunk, Session
-from thor_dflash.serving.client.client import Ask
+from thor_dflash.runtime.session import Chunk, Session
+from thor_dflash.serving.client import Ask
 from thor_dflash.serving.planner.backend import drive
 from thor_dflash.serving.planner.power_meter import Meter
 from thor_dflash.serving.planner.session_backend import LiveBackend

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.planner import mock_backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages

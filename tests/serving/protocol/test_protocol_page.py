@@ -93,9 +93,9 @@ def test_every_field_of_a_plan_and_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "hint"), [("thinking", messages.Ask), ("preempt", messages.Ask), ("accept_mode", messages.Ask),
-                        ("on_deadline", messages.Ask)]
-)  # fmt: skip
+    ("field", "hint"),
+    [(name, messages.Ask) for name in ("thinking", "preempt", "accept_mode", "on_deadline")],
+)
 def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct]) -> None:
     hints = typing.get_type_hints(hint)
     literals = re.findall(r"Literal\[([^\]]*)\]", str(hints[field]))

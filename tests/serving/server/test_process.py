@@ -22,7 +22,7 @@ import pytest
 from support.waiting import until
 
 from thor_dflash.cli.commands.serve import Log
-from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Ask, Options, RemotePlanner
 from thor_dflash.serving.server import systemd
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples"

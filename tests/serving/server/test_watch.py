@@ -19,8 +19,8 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session.session import open_session
-from thor_dflash.serving.client.client import Ask
+from thor_dflash.runtime.session import open_session
+from thor_dflash.serving.client import Ask
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import LiveBackend

@@ -15,8 +15,7 @@ import pytest
 from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import Ask, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import Ask, AsyncPlanner, Options, PlanError, RemotePlanner
 from thor_dflash.serving.client.retry import Tries, fill
 from thor_dflash.serving.gateway.app import listen_at
 from thor_dflash.serving.planner.schema_validator import Checker

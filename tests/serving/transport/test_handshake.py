@@ -16,8 +16,7 @@ from support.waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client.async_client import AsyncPlanner
-from thor_dflash.serving.client.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Ask, AsyncPlanner, Options, RemotePlanner
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import serving
 from thor_dflash.serving.transport import curve as security

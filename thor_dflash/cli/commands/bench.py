@@ -288,7 +288,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
     from thor_dflash.runtime.measure.bench_report import Figure
     from thor_dflash.runtime.measure.startup import since_start
-    from thor_dflash.runtime.session.session import Request, open_session
+    from thor_dflash.runtime.session import Request, open_session
 
     begun = since_start()
     with closing(open_session(package, config, progress)) as session:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
     from thor_dflash.calib.check.tolerance import Off
     from thor_dflash.package.manifest import Manifest
-    from thor_dflash.runtime.session.session import Session
+    from thor_dflash.runtime.session import Session
 
 ORT = "ort"
 """As a reference: ONNX Runtime running the package's own graphs."""
@@ -33,7 +33,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Compare and print; return 1 if something is over its tolerance, else 0."""
     from thor_dflash.calib.check import golden
     from thor_dflash.calib.check.compare import Reference, compare, need, some_tokens, tracer
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
 
     _check(args)
     if args.make_golden:
@@ -127,7 +127,7 @@ def _other(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """Another package, with its own prefill steps, which are not compared, and with the asked block
     if it has that width: packages of other widths may be compared, too.
     """
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
 
     found = package_manifest.read(package)
     block = config.block if config.block in found.widths else 0
@@ -141,7 +141,7 @@ def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
     from thor_dflash.core.extras import extra
     from thor_dflash.runtime.decoding.model_runner import Model
-    from thor_dflash.runtime.session.session import Session
+    from thor_dflash.runtime.session import Session
 
     with extra("ort"):
         from thor_dflash.runtime.engines.ort import OrtEngine

@@ -16,7 +16,7 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, amount, say
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session.session import Chunk, Report
+    from thor_dflash.runtime.session import Chunk, Report
     from thor_dflash.runtime.text.tokenizer import Answer, Piece
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -60,7 +60,7 @@ class Output:
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Answer one prompt and print the answer to stdout."""
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text.tokenizer import Answer
 
     question = read_question(args, config.decode)

@@ -36,8 +36,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving.client import retry
-        from thor_dflash.serving.client.client import Options, RemotePlanner
+        from thor_dflash.serving.client import Options, RemotePlanner, retry
         from thor_dflash.serving.transport import curve
 
     token = None if args.token_file is None else curve.read_token(str(args.token_file))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from thor_dflash.runtime.doctor.facts import Finding
     from thor_dflash.runtime.measure.profile import Inside, Profile, Run, Subject
-    from thor_dflash.runtime.session.session import Request, Session
+    from thor_dflash.runtime.session import Request, Session
 
     Taken = tuple[Run, tuple[float, float]]
     """A measured run, and its start and end, seconds of `time.perf_counter`."""
@@ -51,7 +51,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.doctor.local_machine import Here
     from thor_dflash.runtime.measure.power import Watch, find, junction
     from thor_dflash.runtime.measure.profile import profile, stretches
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
 
     question = read_question(args, config.decode)
     speed = jetson.speed(Here())
@@ -149,7 +149,7 @@ def _base(path: Path) -> Profile:
     table = strict_records.as_table(value := read_json(path, LARGEST))
     if table is None:
         text = f"{path} must be a JSON object, as profile --json prints it"
-        raise RequestError(f"{text} (got {records.show(value)})")
+        raise RequestError(f"{text} (got {strict_records.show(value)})")
     found = strict_records.decode(Profile, table, str(path), RequestError)
     if missing := TITLES.keys() - found.times.keys():
         got = strict_records.cut(", ".join(found.times))

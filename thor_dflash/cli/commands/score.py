@@ -20,7 +20,7 @@ from thor_dflash.core.tensors import Array
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Score the tokens, write the file, print its contents."""
     from thor_dflash.runtime.measure.score import blocks, shapes
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
 
     output_files.check(args.out, ".npz", "--out")
     tokens = read_tokens(args.tokens)

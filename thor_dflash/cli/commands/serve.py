@@ -156,7 +156,7 @@ def _load(
         from thor_dflash.serving.planner.mock_backend import MockBackend
 
         return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
-    from thor_dflash.runtime.session.session import open_session
+    from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.planner.session_backend import LiveBackend
 
     try:

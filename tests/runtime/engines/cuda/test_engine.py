@@ -24,7 +24,7 @@ from thor_dflash.plugins.launch import Shift
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
 from thor_dflash.runtime.engines.cuda.weight_loader import Files
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 
 @pytest.fixture(scope="module")

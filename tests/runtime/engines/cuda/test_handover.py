@@ -23,7 +23,7 @@ from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
 from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Handed
 from thor_dflash.runtime.engines.protocol import Call
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 READ = [1, 1]
 """What a read after waiting for the whole step finds: the fake's memory holds ones."""

@@ -20,7 +20,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import FREES, Driver
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.cuda.host_writes import SMALL, Ring
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 CYCLE = ("propose", "verify", "accept", "observe")
 

@@ -18,7 +18,7 @@ from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, Packag
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engines.cuda import weight_loader
-from thor_dflash.runtime.session.session import open_session
+from thor_dflash.runtime.session import open_session
 
 CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
 

@@ -26,7 +26,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import read
 from thor_dflash.plugins.registry import RULES
 from thor_dflash.runtime.decoding.proposers import Dflash
-from thor_dflash.runtime.session.session import Request
+from thor_dflash.runtime.session import Request
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -28,7 +28,7 @@ from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.decoding.proposers import Dflash
 from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
-from thor_dflash.runtime.session.session import Session, open_session
+from thor_dflash.runtime.session import Session, open_session
 
 HERE = Here(
     tensorrt=trt.__version__,
