@@ -142,9 +142,11 @@ def test_an_error_of_ours_shows_its_traceback() -> None:
 
 
 def test_a_closed_stdout_is_one_line() -> None:
-    script = "import sys; from thor_dflash.cli import main as cli; sys.exit(cli.main(['keygen', '/dev/null/k']))"
+    script = (
         "import sys; from thor_dflash.cli import main as cli\n"
         "sys.exit(cli.main(['keygen', '/dev/null/k']))"
+    )
+    command = f"{python(script)} >&-"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
     assert done.stderr == "thor-dflash: stdout must be writable (got: it is closed)\n"
     assert done.returncode == 2

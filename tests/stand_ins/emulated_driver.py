@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from emulator import compiler, runner
 from emulator.runner import Memory, is_early
-from kernel_cache import POISON
 from stand_ins.fake_driver import FACTS, MEMORY, OK, Fake
+from support.kernel_runner import POISON
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
