@@ -299,7 +299,7 @@ class _Lowering:
             values={name: self._value(name, offsets[name]) for name in sorted(inside)},
             weights=self.weights,
             steps=tuple(
-                Step(name=c.name, room=c.room, attributes=c.attributes,
+                Step(name=c.name, op=c.room, attributes=c.attributes,
                      ports={**c.inputs, **c.outputs})
                 for c in self.calls
             ),

@@ -50,7 +50,7 @@ class Dense:
 
     def takes(self, step: Step) -> bool:
         """See Rewrite. Takes linears with NVFP4 weights and no FP8 weight."""
-        if step.room != LINEAR.name:
+        if step.op != LINEAR.name:
             return False
         kinds = {self._dtype(name) for name in self._weights(step)}
         return DType.U8 in kinds and DType.FP8 not in kinds

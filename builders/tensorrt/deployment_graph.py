@@ -97,7 +97,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
             sheet.products += 1
             continue
         sheet.nodes.append(_custom(program, step, outs, sheet))
-        kept = sorted(RULES[step.room].in_place)
+        kept = sorted(RULES[step.op].in_place)
         in_place += [step.ports[p] for p in kept if _is_state(step.ports.get(p, ""))]
     return Deployment(
         program.name,
@@ -113,7 +113,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
 
 def _written(step: Step, made: Collection[str]) -> set[str]:
     """Return the ports that a step writes: those whose values are new."""
-    op = RULES[step.room].op
+    op = RULES[step.op].op
     written = {port for port, value in step.ports.items() if value not in made}
     attributes = Attributes({**op.attributes, **step.attributes})
     reads = {port.name for port in op.inputs_of(attributes)} | {"next_gate", *_TAKEN}
@@ -148,7 +148,7 @@ def _is_state(value: str) -> bool:
 
 
 def _custom(program: Program, step: Step, outs: Collection[str], sheet: Sheet) -> onnx.NodeProto:
-    rule = RULES[step.room]
+    rule = RULES[step.op]
     shapes = {port: _shaped(program, name) for port, name in step.ports.items()}
     attributes = Attributes({**rule.op.attributes, **step.attributes})
     node = describe(Site(rule.op, attributes, shapes), outs)

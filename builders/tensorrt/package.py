@@ -249,7 +249,7 @@ def describe(
         weights=graph.weights,
         in_place=graph.in_place,
         nodes=tuple(
-            PlanNode(name=name, room=node.room, fields=node.fields())
+            PlanNode(name=name, op=node.room, fields=node.fields())
             for name, node in one.graphs[0].plugins
         ),
         made=Made(

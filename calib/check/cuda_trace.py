@@ -69,12 +69,12 @@ class Programs:
         return Seen(
             program.name,
             step.name,
-            step.room,
+            step.op,
             {names[p]: x for p, x in fetched.items() if names[p] not in program.weights},
             {names[p]: x for p, x in outputs.items()},
             {names[p]: p for p in outputs},
             partial(_define, site, fetched, outputs),
-            tolerance(step.room),
+            tolerance(step.op),
         )
 
 

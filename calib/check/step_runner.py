@@ -38,7 +38,7 @@ class Device:
             else:
                 spec = tensors[name].spec
                 ports[port] = Shaped(spec.dtype, spec.at({}))
-        return Site(RULES[step.room].op, Attributes(step.attributes), ports)
+        return Site(RULES[step.op].op, Attributes(step.attributes), ports)
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         """See Stepped."""

@@ -91,7 +91,7 @@ def everything(step: Step) -> bool:
 
 def rooms(*names: str) -> Keep:
     """Keep only the steps of some rooms."""
-    return lambda step: step.room in names
+    return lambda step: step.op in names
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Bench:
         program = self._program(name)
         found: dict[str, list[Step]] = {}
         for step in program.steps:
-            if step.room in rooms_:
+            if step.op in rooms_:
                 found.setdefault(re.sub(r"\b\d+\b", "*", step.name), []).append(step)
         return {
             kind: Share(
@@ -182,7 +182,7 @@ class Bench:
 
     def rooms(self, name: str) -> tuple[str, ...]:
         """Every room that a step uses."""
-        return tuple(dict.fromkeys(step.room for step in self._program(name).steps))
+        return tuple(dict.fromkeys(step.op for step in self._program(name).steps))
 
     def _program(self, name: str) -> Program:
         return self.engine.program(self.call(name).graph.name)

@@ -73,7 +73,7 @@ def test_refuses_no_package(tmp_path: Path) -> None:
         (body(), "must begin with"),
         (render(MANIFEST)[:-40], "must be TOML|edited file"),
         (render(MANIFEST).replace("block = 16", "block = 15"), "got an edited file"),
-        (sign(body().replace("format = 3", "format = 2")), "format must be 3 .got 2.*build it"),
+        (sign(body().replace("format = 4", "format = 3")), "format must be 4 .got 3.*build it"),
         (sign("x = "), "must be TOML"),
         (sign(body() + "\n[xtra]\n"), "unknown key"),
         (sign(body().replace("block = 16\nchunk", "chunk")), "block must be present"),

@@ -37,7 +37,7 @@ def launches(program: Program, device: Device) -> Iterator[tuple[Path, Launch]]:
             shape = tuple(CACHE_ROWS if isinstance(n, str) else n for n in value.shape)
             shapes[name] = Shaped(DType(value.dtype), shape)
     for step in program.steps:
-        rule = RULES[step.room]
+        rule = RULES[step.op]
         ports = {port: shapes[name] for port, name in step.ports.items()}
         for one in rule.launches(Site(rule.op, Attributes(step.attributes), ports), device):
             yield rule.folder / one.source, one

@@ -67,7 +67,7 @@ def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, d
     """
     known = {*program.inputs, *program.weights}
     for step in program.steps:
-        rule, ports = RULES[step.room], {}
+        rule, ports = RULES[step.op], {}
         for port, name in step.ports.items():
             kept = port in rule.in_place and name.startswith(NEXT)
             weight = name in program.weights

@@ -107,7 +107,7 @@ class Stepping:
                 ports[port] = Shaped(DType(found.dtype), shape)
             else:
                 ports[port] = Shaped(tensors[name].spec.dtype, tensors[name].spec.at({}))
-        return Site(RULES[step.room].op, Attributes(step.attributes), ports)
+        return Site(RULES[step.op].op, Attributes(step.attributes), ports)
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         name, program = step.ports[port], self.program(call.graph.name)
@@ -148,7 +148,7 @@ class Stepping:
             made = value.astype(shaped.dtype.numpy)
             name = step.ports[port]
             self.values[id(call)][name] = made
-            if port in RULES[step.room].in_place and name.startswith(NEXT):
+            if port in RULES[step.op].in_place and name.startswith(NEXT):
                 memory(call.inputs[name.removeprefix(NEXT)]).array[...] = made
 
 

@@ -47,7 +47,7 @@ def describe(program: Program, engine: Path, here: Here) -> Plan:
         weights=deployed.weights,
         in_place=deployed.in_place,
         nodes=tuple(
-            PlanNode(name=name, room=node.room, fields=node.fields())
+            PlanNode(name=name, op=node.room, fields=node.fields())
             for name, node in deployed.plugins
         ),
         made=made_of(here),

@@ -1,7 +1,7 @@
-"""`<step>.program.json`: a graph as a list of room calls, for engines that launch the kernels.
+"""`<step>.program.json`: a graph as a list of operator calls, for engines that launch the kernels.
 
 Builders write it from the ONNX graph and the runtime reads it; this file is all they share. A
-program lists which room runs on which values, in order, and the offset of each intermediate value
+program lists which operator runs on which values, in order, and the offset of each intermediate value
 in the step's scratch memory. It has no launch grids, because those depend on the device.
 """
 
@@ -57,10 +57,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call of a room, or of one of the standard kernels."""
+    """One call of an operator, or of one of the standard kernels."""
 
     name: str
-    room: str
+    op: str
     attributes: Mapping[str, int | float | str]
     ports: Mapping[str, str]
     """Port -> name of a value, weight, input or output."""

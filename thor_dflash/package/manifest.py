@@ -26,7 +26,7 @@ from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.progress import Progress
 from thor_dflash.package import integrity
 
-FORMAT = 3
+FORMAT = 4
 """Version of the package format. A runtime reads only its own version."""
 NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "

@@ -43,7 +43,7 @@ class PlanNode:
 
     name: str
     """Name of its layer."""
-    room: str
+    op: str
     fields: Mapping[str, int | float | str]
     """`plugins.tensorrt.node.Node.fields()`."""
 

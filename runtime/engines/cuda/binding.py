@@ -104,7 +104,7 @@ def in_place(program: Program) -> frozenset[str]:
     return frozenset(
         step.ports[port]
         for step in program.steps
-        for port in RULES[step.room].in_place
+        for port in RULES[step.op].in_place
         if step.ports.get(port, "").startswith(NEXT)
     )
 
@@ -126,7 +126,7 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     planned: list[Planned] = []
     most = 0
     for step, alone in zip(program.steps, sites, strict=True):
-        rule = RULES[step.room]
+        rule = RULES[step.op]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
         site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
@@ -144,7 +144,7 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
 
 def _site(step: Step, shapes: Mapping[str, Shaped]) -> Site:
     ports = {port: shapes[name] for port, name in step.ports.items()}
-    return Site(RULES[step.room].op, Attributes(step.attributes), ports)
+    return Site(RULES[step.op].op, Attributes(step.attributes), ports)
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shaped]:

@@ -133,7 +133,7 @@ class TensorRTEngine(Board):
         """Register the plugins that the engines use, then load the engine files."""
         directory, overlap = self._config.cubins_directory, self._config.overlap
         kernels = Kernels(self._driver, self.info.device, directory, overlap=overlap)
-        nodes = [parse(node.room, node.fields) for plan in plans for node in plan.nodes]
+        nodes = [parse(node.op, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
         self._creators = register(registry, self.info.device, kernels, nodes)
         free = self._driver.free_memory()

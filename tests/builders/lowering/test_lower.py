@@ -66,7 +66,7 @@ def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     for graph, program in zip(plan.graphs, plan.programs, strict=True):
         nodes = [n.name for n in graph.proto().graph.node if n.domain == DOMAIN]
-        rooms = [s.name for s in program.steps if RULES[s.room].op.type.startswith("Thor")]
+        rooms = [s.name for s in program.steps if RULES[s.op].op.type.startswith("Thor")]
         assert [name for name in rooms if name in nodes] == nodes
         assert set(program.outputs) <= {n for s in program.steps for n in s.ports.values()}
 
@@ -77,7 +77,7 @@ def test_values_are_written_before_they_are_read(package: Path) -> None:
     for program in programs(package):
         known = {*program.inputs, *program.weights}
         for step in program.steps:
-            op = RULES[step.room].op
+            op = RULES[step.op].op
             attributes = Attributes({**op.attributes, **step.attributes})
             inputs = {port.name for port in op.inputs_of(attributes)}
             written = outputs | {port.name for port in op.outputs_of(attributes)}
@@ -161,7 +161,7 @@ def test_rows_without_a_norm_come_in_slabs_as_the_product_reads_them(package: Pa
 def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> None:
     steps = read(package, "verify").steps
     products = {s.ports["x"]: s for s in steps if s.name.endswith("o_proj")}
-    makers = [s for s in steps if s.room == "verify_attention"]
+    makers = [s for s in steps if s.op == "verify_attention"]
     assert makers
     for maker in makers:
         product = products.pop(maker.ports["o"])
@@ -169,14 +169,14 @@ def test_attention_leaves_its_rows_gated_for_the_next_product(package: Path) -> 
         assert maker.ports["next_gate"] == product.ports["gate"]
         assert "x_squares" not in product.ports
     assert not products
-    long = [s for s in read(package, "prefill").steps if s.room == "verify_attention"]
+    long = [s for s in read(package, "prefill").steps if s.op == "verify_attention"]
     assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in long)
 
 
 def test_gdn_leaves_its_rows_normed_by_head_and_gated_for_the_next_product(package: Path) -> None:
     steps = read(package, "verify").steps
     products = {s.ports["x"]: s for s in steps if s.name.endswith("out_proj")}
-    makers = [s for s in steps if s.room == "gdn"]
+    makers = [s for s in steps if s.op == "gdn"]
     assert makers
     for maker in makers:
         product = products.pop(maker.ports["o"])
@@ -187,15 +187,15 @@ def test_gdn_leaves_its_rows_normed_by_head_and_gated_for_the_next_product(packa
         assert maker.attributes["next_norm_offset"] == product.attributes["norm_offset"]
     assert not products
     long = [s for n in ("prefill", "prefill.chunk32") for s in read(package, n).steps]
-    gdn = [s for s in long if s.room == "gdn"]
+    gdn = [s for s in long if s.op == "gdn"]
     assert gdn
     assert all({"next_gate", "y0_slabs"}.isdisjoint(s.ports) for s in gdn)
 
 
 def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: Path) -> None:
     steps = read(package, "verify").steps
-    idle = [i for i, s in enumerate(steps) if s.room in ("gdn", "verify_attention")]
-    assert {steps[i].room for i in idle} == {"gdn", "verify_attention"}
+    idle = [i for i, s in enumerate(steps) if s.op in ("gdn", "verify_attention")]
+    assert {steps[i].op for i in idle} == {"gdn", "verify_attention"}
     told = 0
     for i in idle:
         product, after = [s for s in steps[i:] if "packed" in s.ports][:2]
@@ -210,12 +210,12 @@ def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: P
 
 
 def test_in_a_prefill_of_few_rows_attention_fetches_ahead_and_gdn_does_not(package: Path) -> None:
-    tells = {s.room: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
+    tells = {s.op: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
     assert (tells["verify_attention"], tells["gdn"]) == (True, False)
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
-    [head] = [s for s in read(package, "verify").steps if s.room == "head"]
+    [head] = [s for s in read(package, "verify").steps if s.op == "head"]
     assert "best" not in head.ports
 
 
@@ -295,7 +295,7 @@ def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
     (tmp_path / f"verify{ENDING}").write_text(text[:-40])
     with pytest.raises(PackageError, match="must be JSON"):
         read(tmp_path, "verify")
-    (tmp_path / f"verify{ENDING}").write_text(text.replace('"room"', '"rum"', 1))
+    (tmp_path / f"verify{ENDING}").write_text(text.replace('"op"', '"opp"', 1))
     with pytest.raises(PackageError, match="unknown key steps"):
         read(tmp_path, "verify")
 
@@ -305,7 +305,7 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     assert manifest.read(tmp_path) == made
     manifest.check_files(tmp_path, made)
     verify = read(tmp_path, "verify")
-    linears = [s for s in verify.steps if s.room in ("linear", "head")]
+    linears = [s for s in verify.steps if s.op in ("linear", "head")]
     assert len(linears) == 257
     used = {n for s in linears for p, n in s.ports.items() if p == "packed"}
     size = sum(verify.weights[n].nbytes for n in used)
@@ -327,7 +327,7 @@ def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_pat
         assert (apart.inputs, apart.outputs) == (whole.inputs, whole.outputs)
         made = set(apart.inputs) | set(apart.weights)
         for step in apart.steps:
-            if step.room == "linear":
+            if step.op == "linear":
                 surrounded = {"norm_weight", "gate", "residual"} & set(step.ports)
                 assert not surrounded, step.name
                 assert (step.attributes["epilogue"], step.attributes["gate"]) == ("none", "none")

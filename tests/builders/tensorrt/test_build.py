@@ -77,7 +77,7 @@ def test_every_step_is_one_plugin_in_order_reading_and_writing_what_the_program_
         assert [layer.name for layer in layers] == [step.name for step in program.steps]
         for layer, step in zip(layers, program.steps, strict=True):
             node = layer.plugin.node
-            assert layer.kind == RULES[step.room].op.type == layer.plugin.plugin_name
+            assert layer.kind == RULES[step.op].op.type == layer.plugin.plugin_name
             tensors = dict(zip((*node.inputs, *node.outputs), (*layer.inputs, *layer.outputs),
                                strict=True))  # fmt: skip
             assert tensors.keys() == step.ports.keys() - {"kinds", "next_packed"}
@@ -108,7 +108,7 @@ def test_every_plugin_is_asked_for_by_name_version_and_namespace_and_finds_its_f
             assert fields.pop("plugin_namespace") == DOMAIN.encode()
             assert fields.pop("plugin_version") == b"1"
             card = nodes[layer.name]
-            assert parse(card.room, card.fields) == layer.plugin.node
+            assert parse(card.op, card.fields) == layer.plugin.node
             assert {k: v.decode() if isinstance(v, bytes) else pytest.approx(v)
                     for k, v in fields.items()} == card.fields  # fmt: skip
 

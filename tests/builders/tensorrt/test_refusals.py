@@ -389,7 +389,7 @@ def test_a_step_that_reads_what_nobody_has_made_is_refused() -> None:
         outputs={"y": rows},
         values={"later": rows},
         weights={},
-        steps=(Step(name="one", room="linear", attributes={}, ports={"x": "later", "y0": "y"}),),
+        steps=(Step(name="one", op="linear", attributes={}, ports={"x": "later", "y0": "y"}),),
         scratch=0,
     )
     with pytest.raises(EngineError, match=r"one\.x must be made by an earlier step \(got later\)"):

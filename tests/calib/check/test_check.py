@@ -332,7 +332,7 @@ def test_rooms_may_be_off_by_what_they_say_and_standard_nodes_by_nothing(
             show = tracer(s, package)
             assert show
             for step in show.steps(walks(s.model)["verify"]([1, 2, 3], 0)):
-                meant = max(rooms[step.room], least) if step.room in rooms else 0.0
+                meant = max(rooms[step.op], least) if step.op in rooms else 0.0
                 assert step.tolerance == meant, step.step
 
 

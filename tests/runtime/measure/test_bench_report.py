@@ -62,7 +62,7 @@ class Known:
     def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
         key = "+".join(names)
         if keep is not everything:
-            parts = [r for r in ("linear", "gdn") if keep(STEP(room=r, name="a"))]  # type: ignore[arg-type]
+            parts = [r for r in ("linear", "gdn") if keep(STEP(op=r, name="a"))]  # type: ignore[arg-type]
             key += f":{parts[0] if len(parts) == 1 else 'other'}"
         grown = 32768 * max(0, self.length - 2048) / READ * 1e3 * self.ms["growth"]
         self.measured += 1

@@ -114,7 +114,7 @@ def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
                 for planned, arguments in itertools.chain.from_iterable(calls):
                     at = engine.place(call, planned.step, AHEAD)
                     if at and ("address", at) in arguments:
-                        found.add(planned.step.room)
+                        found.add(planned.step.op)
                 return Captured(name, engine.driver, lambda: None)
 
             monkeypatch.setattr(engine._launcher, "capture", capture)

@@ -79,7 +79,7 @@ def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, ro
         rule = replace(RULES["verify_attention"], gates=False)
         patch.setitem(RULES, "verify_attention", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "ungated")
-    steps = [s for s in read(other, "verify").steps if s.room == "verify_attention"]
+    steps = [s for s in read(other, "verify").steps if s.op == "verify_attention"]
     assert not any("next_gate" in step.ports for step in steps)
     np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
 
@@ -94,7 +94,7 @@ def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
         rule = replace(RULES["gdn"], finishes=lambda attributes: False)
         patch.setitem(RULES, "gdn", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "unfinished")
-    steps = [s for s in read(other, "verify").steps if s.room == "gdn"]
+    steps = [s for s in read(other, "verify").steps if s.op == "gdn"]
     assert not any("next_gate" in step.ports for step in steps)
     near("logits", verified(other, tokens), logits)
 
@@ -153,8 +153,8 @@ def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
                 assert "linear_rows" not in launched
                 makers = [s for s in bounds[name].program.steps
                           if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
-                assert [m.ports[ROWS_OF.get(m.room, "y0")] for m in makers] == [step.ports["x"]]
-            elif step.room in ("linear", "head"):
+                assert [m.ports[ROWS_OF.get(m.op, "y0")] for m in makers] == [step.ports["x"]]
+            elif step.op in ("linear", "head"):
                 assert launched[0] == "linear_rows"
         assert found == calls.split()
 
