@@ -1,8 +1,8 @@
 """`<step>.program.json`: a graph as a list of operator calls, for engines that launch the kernels.
 
 Builders write it from the ONNX graph and the runtime reads it; this file is all they share. A
-program lists which operator runs on which values, in order, and the offset of each intermediate value
-in the step's scratch memory. It has no launch grids, because those depend on the device.
+program lists which operator runs on which values, in order, and the offset of each intermediate
+value in the step's scratch memory. It has no launch grids, because those depend on the device.
 """
 
 from __future__ import annotations
