@@ -25,8 +25,16 @@ from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
 from thor_dflash.runtime.session import Report, Request, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer, Text
 
-ROOT = Path(__file__).resolve().parent.parent
+
+def _root() -> Path:
+    """The checkout or unpacked sdist that holds this file; from a wheel, the working directory."""
+    here = Path(__file__).resolve().parents[1:3]
+    return next((path for path in here if (path / "models").is_dir()), Path())
+
+
+ROOT = _root()
 MODEL = ROOT / "models" / "planner-nano"
+"""Not in a wheel: the repository and the sdist have it."""
 PACKAGE = ROOT / "build" / "planner-nano"
 
 RUNS = 3
@@ -85,7 +93,9 @@ def read_task() -> Task:
     """Read the first task of models/planner-nano/heldout.jsonl."""
     path = MODEL / "heldout.jsonl"
     if not path.is_file():
-        raise ConfigError(f"{path} must be there; the demo runs in a checkout (got none)")
+        raise ConfigError(
+            f"{path} must be a file: run the demo in a checkout or an unpacked sdist (got none)"
+        )
     return task_from_line(path.read_text(encoding="utf-8").splitlines()[0])
 
 
