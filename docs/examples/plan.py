@@ -5,13 +5,13 @@ python docs/examples/plan.py tcp://127.0.0.1:5571 "Bring the cup to the table."
 
 import sys
 
-from thor_dflash.serving.client import Ask, Chunk, PlanError, RemotePlanner
+from thor_dflash.serving.client import Chunk, PlanError, PlanRequest, RemotePlanner
 
 
 def main(endpoint: str, prompt: str) -> int:
     """Print steps as they come, then how the plan ended."""
     with RemotePlanner(endpoint) as planner:
-        ask = Ask(prompt=prompt, stream="steps", deadline_ms=10_000)
+        ask = PlanRequest(prompt=prompt, stream="steps", deadline_ms=10_000)
         try:
             for event in planner.stream(ask):
                 if isinstance(event, Chunk):

@@ -7,7 +7,10 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.async_client import AsyncPlanner
 from thor_dflash.serving.client.client import RemotePlanner
 from thor_dflash.serving.client.retry import Options
-from thor_dflash.serving.protocol.messages import Ask, Chunk, Message, Result
+from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result
+
+Ask = PlanRequest
+"""The earlier name of PlanRequest."""
 
 __all__ = [
     "Ask",
@@ -16,6 +19,7 @@ __all__ = [
     "Message",
     "Options",
     "PlanError",
+    "PlanRequest",
     "RemotePlanner",
     "Result",
 ]

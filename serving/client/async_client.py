@@ -69,7 +69,7 @@ class AsyncPlanner:
     ) -> None:
         await self.close()
 
-    async def plan(self, ask: messages.Ask) -> messages.Result:
+    async def plan(self, ask: messages.PlanRequest) -> messages.Result:
         """Answer an ask with its result.
 
         Raises:
@@ -80,7 +80,7 @@ class AsyncPlanner:
                 return event
         raise AssertionError("a stream ends with its result")
 
-    def stream(self, ask: messages.Ask) -> AsyncIterator[messages.Event]:
+    def stream(self, ask: messages.PlanRequest) -> AsyncIterator[messages.Event]:
         """Answer an ask piece by piece; the last event is the result. Close it to cancel. The
         deadline begins with this call.
 
@@ -90,7 +90,9 @@ class AsyncPlanner:
         """
         return self._tried(ask, Tries(self.options, ask))
 
-    async def _tried(self, ask: messages.Ask, tries: Tries) -> AsyncGenerator[messages.Event]:
+    async def _tried(
+        self, ask: messages.PlanRequest, tries: Tries
+    ) -> AsyncGenerator[messages.Event]:
         tries.since = time.monotonic()
         session = self.options.session if ask.session is None else ask.session
         asks = self._waiting.setdefault(session, [])

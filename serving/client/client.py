@@ -23,12 +23,12 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import retry
 from thor_dflash.serving.client.retry import Options, Reply, Tries
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.protocol.messages import Ask, Chunk, Message, Result
+from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result
 
-__all__ = ["Ask", "Chunk", "Message", "Options", "PlanError", "RemotePlanner", "Result"]
+__all__ = ["Chunk", "Message", "Options", "PlanError", "PlanRequest", "RemotePlanner", "Result"]
 
 
-class _Line:
+class _Connection:
     """A socket and the monitor of its connection."""
 
     def __init__(
@@ -108,7 +108,7 @@ class _Line:
             self._socket.close(linger_ms)
 
 
-def _farewell(line: _Line, cancel: bytes) -> None:
+def _farewell(line: _Connection, cancel: bytes) -> None:
     # If this fails, the connection is gone, and the server cancels the plan for that reason.
     with suppress(PlanError):
         line.send(cancel, time.monotonic())
@@ -132,13 +132,13 @@ class RemotePlanner:
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._line = _Line(self._context, zmq.REQ, endpoint, self.options)
+            self._line = _Connection(self._context, zmq.REQ, endpoint, self.options)
         except BaseException:
             # The caller cannot do it, and garbage collection of an open context waits for its
             # sockets for ever.
             self._context.destroy(linger=0)
             raise
-        self._streams: set[_Line] = set()
+        self._streams: set[_Connection] = set()
         """The lines of unfinished streams."""
 
     def __enter__(self) -> Self:
@@ -154,7 +154,7 @@ class RemotePlanner:
 
     # --- plans
 
-    def plan(self, ask: messages.Ask) -> messages.Result:
+    def plan(self, ask: messages.PlanRequest) -> messages.Result:
         """See Planner."""
         body, reply = self._call(structs.replace(ask, stream=False))
         event = retry.event(self.options, body, reply)
@@ -162,7 +162,7 @@ class RemotePlanner:
             raise PlanError("internal", f"the server must send a result (got {reply.type})")
         return event
 
-    def stream(self, ask: messages.Ask) -> Iterator[messages.Event]:
+    def stream(self, ask: messages.PlanRequest) -> Iterator[messages.Event]:
         """See Planner. Each stream uses its own connection. The deadline begins with this call."""
         return self._tried(Tries(self.options, ask))
 
@@ -185,7 +185,7 @@ class RemotePlanner:
 
     def _events(self, tries: Tries) -> Generator[messages.Event]:
         sent, over = tries.send(), False
-        line = _Line(self._context, zmq.DEALER, self.endpoint, self.options)
+        line = _Connection(self._context, zmq.DEALER, self.endpoint, self.options)
         self._streams.add(line)
         try:
             line.send(sent.body, tries.connect_by)
@@ -291,7 +291,7 @@ class RemotePlanner:
             body = self._line.receive(tries)
         except BaseException:
             # The caller no longer waits for this plan: cancel it.
-            if isinstance(tries.request, messages.Ask) and not self._context.closed:
+            if isinstance(tries.request, messages.PlanRequest) and not self._context.closed:
                 _farewell(self._line, tries.farewell(sent))
             raise
         reply = retry.head(self.options, body)

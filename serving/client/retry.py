@@ -118,7 +118,7 @@ def fill(request: messages.Request, options: Options) -> Sent:
     given: dict[str, Any] = {"id": id}
     if request.token is None:
         given["token"] = options.token
-    if isinstance(request, messages.Ask) and request.session is None:
+    if isinstance(request, messages.PlanRequest) and request.session is None:
         given["session"] = options.session
     filled = structs.replace(request, **given)
     try:
@@ -150,7 +150,7 @@ def _check_value(name: str, value: object) -> None:
         raise PlanError("bad_request", text, field=name) from e
 
 
-def rest(ask: messages.Ask, began: float) -> messages.Ask:
+def rest(ask: messages.PlanRequest, began: float) -> messages.PlanRequest:
     """Return an ask begun at `began` (monotonic, s) with its deadline reduced to the time left.
 
     Raises:
@@ -229,13 +229,13 @@ class Tries:
         if (id := self.request.id) != messages.NO_ID:
             text = f"id must be left out: the client gives each try its own (got {_text(id)})"
             raise PlanError("bad_request", text, field="id")
-        if isinstance(self.request, messages.Ask):
+        if isinstance(self.request, messages.PlanRequest):
             validation.check_reckoned(self.request)
 
     @property
     def displaces(self) -> bool:
         """Whether it is a plan that takes the place of others of its session."""
-        return isinstance(self.request, messages.Ask) and self.request.preempt != "none"
+        return isinstance(self.request, messages.PlanRequest) and self.request.preempt != "none"
 
     @property
     def until(self) -> float:
@@ -254,7 +254,7 @@ class Tries:
         if (ms := _deadline_ms(self.request)) is not None:
             return self.began + 1e-3 * ms
         # `prefix.put` takes as long as a plan: it queues and is prefilled like a prompt.
-        slow = isinstance(self.request, messages.Ask | messages.PrefixPut)
+        slow = isinstance(self.request, messages.PlanRequest | messages.PrefixPut)
         return self.since + (self.options.plan_timeout_s if slow else self.options.timeout_s)
 
     def send(self) -> Sent:
@@ -264,13 +264,16 @@ class Tries:
             PlanError: the deadline passed while trying.
         """
         request = self.request
-        if isinstance(request, messages.Ask):
+        if isinstance(request, messages.PlanRequest):
             request = rest(request, self.began)
         return fill(request, self.options)
 
     def late(self, endpoint: str, seen: int) -> PlanError:
         """Return the error for a reply that did not come in time; `seen` as for `unreachable`."""
-        bounded = not isinstance(self.request, messages.Ask) or self.request.deadline_ms is not None
+        bounded = (
+            not isinstance(self.request, messages.PlanRequest)
+            or self.request.deadline_ms is not None
+        )
         if bounded or seen != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return unreachable(endpoint, seen)
         # The server is connected: the plan is slow, and a retry would take as long again.
@@ -303,7 +306,7 @@ def _text(id: object) -> str:
 
 
 def _deadline_ms(request: messages.Request) -> int | None:
-    return request.deadline_ms if isinstance(request, messages.Ask) else None
+    return request.deadline_ms if isinstance(request, messages.PlanRequest) else None
 
 
 def unreachable(endpoint: str, seen: int) -> PlanError:

@@ -27,7 +27,7 @@ from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.core.strict_records import cut, visible
 from thor_dflash.serving.client import retry
 from thor_dflash.serving.gateway import metrics, openai_api
-from thor_dflash.serving.gateway.server_pool import Fleet, Said
+from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import curve
 
@@ -126,33 +126,33 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._fleet: Fleet | None = None
+        self._fleet: ServerPool | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         """Keep the connections to the servers open while the application runs."""
-        self._fleet = Fleet(self._config)
+        self._fleet = ServerPool(self._config)
         try:
             yield
         finally:
             await self._fleet.close()
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ServerPool:
         """The servers."""
         assert self._fleet is not None, "the application has not started"
         return self._fleet
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked, body = None, Body()
+        asked, body = None, RequestBody()
         try:
             if "expect" in request.headers:
                 _check_kind(request)  # the client sends its body only if this is right
             text = await body.read(request)
             _check_kind(request)
             asked = openai_api.read(text)
-            ask, arrived = openai_api.ask_of(asked), time.monotonic()
+            ask, arrived = openai_api.plan_request(asked), time.monotonic()
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
             # A server that has not yet named its model may have been waited for.
@@ -168,7 +168,7 @@ class Gateway:
             return reply
         except ClientDisconnect:
             return Response(status_code=499)
-        answer = openai_api.Answer(member.model or MODEL)
+        answer = openai_api.ResponseHeader(member.model or MODEL)
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
             pieces = _pieces(first, events, answer, usage=usage)
@@ -219,7 +219,7 @@ async def _no_route(request: Request, e: Exception) -> Response:
     return reply
 
 
-async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
+async def _while_there(request: Request, events: AsyncIterator[PoolEvent]) -> PoolEvent:
     """Return the first event. If the client disconnects before it, cancel the plan.
 
     Raises:
@@ -238,7 +238,11 @@ async def _while_there(request: Request, events: AsyncIterator[Said]) -> Said:
 
 
 async def _pieces(
-    first: messages.Event, events: AsyncGenerator[Said], answer: openai_api.Answer, *, usage: bool
+    first: messages.Event,
+    events: AsyncGenerator[PoolEvent],
+    answer: openai_api.ResponseHeader,
+    *,
+    usage: bool,
 ) -> AsyncGenerator[bytes]:
     # Starlette closes this when the client disconnects; closing `events` then cancels the plan.
     try:
@@ -270,7 +274,7 @@ def _check_next(event: messages.Event, seq: int) -> int:
 
 
 def _of_event(
-    event: messages.Event, answer: openai_api.Answer, *, usage: bool
+    event: messages.Event, answer: openai_api.ResponseHeader, *, usage: bool
 ) -> list[dict[str, Any]]:
     if isinstance(event, messages.Chunk):
         if event.text is None:
@@ -295,7 +299,7 @@ def _check_kind(request: Request) -> None:
 
 
 @dataclass(slots=True)
-class Body:
+class RequestBody:
     """The body of a request while it is read."""
 
     ended: bool = False
@@ -330,7 +334,7 @@ def _sse(value: dict[str, Any]) -> bytes:
 
 
 def _refused(
-    e: PlanError, asked: openai_api.Completion | None = None, *, status: int | None = None
+    e: PlanError, asked: openai_api.ChatRequest | None = None, *, status: int | None = None
 ) -> Response:
     """Return an error as an HTTP response."""
     reply = _json(openai_api.error(e, asked), status or openai_api.STATUS[e.code])

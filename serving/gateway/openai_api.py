@@ -43,39 +43,39 @@ MISPLACED: Mapping[str, str] = {
 """Error text for fields that are supported, but not at this place."""
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
+class ContentPart(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a chat. `name` is accepted because clients send it, and ignored: chat templates
     have no place for it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
     name: str | None = None
     reasoning_content: str | None = None
 
 
-class JsonObject(
+class JsonObjectFormat(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Response format: any JSON object. Refused by `ask_of`."""
+    """Response format: any JSON object. Refused by `plan_request`."""
 
 
-class Text(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Response format: free text."""
 
 
-class JsonSchema(
+class JsonSchemaFormat(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
     """Response format: JSON that obeys a schema."""
 
-    json_schema: wire.SchemaOf
+    json_schema: wire.SchemaWrapper
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,16 +84,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class Completion(Struct, frozen=True, forbid_unknown_fields=True):
+class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions. The last six fields are TDP/1's own (`extra_body`)."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    response_format: JsonObject | Text | JsonSchema | None = None
+    response_format: JsonObjectFormat | TextFormat | JsonSchemaFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: Literal[1] | None = None
@@ -111,7 +111,7 @@ class Completion(Struct, frozen=True, forbid_unknown_fields=True):
     prefix_id: str | None = None
 
 
-def read(body: bytes) -> Completion:
+def read(body: bytes) -> ChatRequest:
     """Decode the request in a body. OpenAI's clients send null for omitted fields, also for
     unsupported ones: an assistant message sent back in the next request has `tool_calls` null.
 
@@ -119,12 +119,12 @@ def read(body: bytes) -> Completion:
         PlanError: bad_request, naming the field.
     """
     try:
-        return codec.convert(_said(codec.JSON.decode(body, dict[str, Any])), Completion)
+        return codec.convert(_without_nulls(codec.JSON.decode(body, dict[str, Any])), ChatRequest)
     except PlanError as e:
         raise _plain(e) from e.__cause__
 
 
-def _said(table: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
     """Drop the null fields of a body, of its direct objects and of its messages. Schemas, where
     null has a meaning, lie deeper.
     """
@@ -154,7 +154,7 @@ def _plain(e: PlanError) -> PlanError:
     return PlanError(e.code, f"{name} must be {rule}{got}{value}", field=name)
 
 
-def ask_of(request: Completion) -> wire.Ask:
+def plan_request(request: ChatRequest) -> wire.PlanRequest:
     """Translate a request to TDP/1.
 
     Raises:
@@ -178,7 +178,7 @@ def ask_of(request: Completion) -> wire.Ask:
         )  # fmt: skip
     thinking = _thinking(request)
     format = request.response_format
-    if isinstance(format, JsonObject):
+    if isinstance(format, JsonObjectFormat):
         raise PlanError(
             "bad_request", "response_format.type must be text or json_schema (got json_object)",
             field="response_format",
@@ -196,13 +196,13 @@ def ask_of(request: Completion) -> wire.Ask:
         "preempt": "same_session" if request.session else "none",
         "priority": request.priority,
         "prefix_id": request.prefix_id,
-        "json_schema": format.json_schema.schema if isinstance(format, JsonSchema) else None,
+        "json_schema": format.json_schema.schema if isinstance(format, JsonSchemaFormat) else None,
         "return": ("plan", "text", "thinking", "timings"),
     }
-    return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.Ask)
+    return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.PlanRequest)
 
 
-def _thinking(request: Completion) -> str | None:
+def _thinking(request: ChatRequest) -> str | None:
     effort = request.reasoning_effort
     if effort is None:
         return request.thinking
@@ -218,7 +218,7 @@ def _thinking(request: Completion) -> str | None:
     )  # fmt: skip
 
 
-def _turn(message: Message) -> dict[str, str]:
+def _turn(message: ChatMessage) -> dict[str, str]:
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     turn = {"role": "system" if message.role == "developer" else message.role, "content": text}
@@ -228,7 +228,7 @@ def _turn(message: Message) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ResponseHeader:
     """The fields that are equal in all pieces of an answer."""
 
     model: str
@@ -237,7 +237,7 @@ class Answer:
     """Seconds since 1970. Equal in all pieces, by which clients may group them."""
 
 
-def completion(answer: Answer, result: wire.Result) -> dict[str, Any]:
+def completion(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
     """Return a complete answer. `thor_dflash` holds what OpenAI's format has no field for."""
     message = {"role": "assistant", "content": result.text, "reasoning_content": result.thinking}
     return {
@@ -250,7 +250,7 @@ def completion(answer: Answer, result: wire.Result) -> dict[str, Any]:
     }
 
 
-def delta(answer: Answer, **fields: str) -> dict[str, Any]:
+def delta(answer: ResponseHeader, **fields: str) -> dict[str, Any]:
     """Return a piece of a streamed answer."""
     return {
         **_frame(answer, "chat.completion.chunk"),
@@ -258,7 +258,7 @@ def delta(answer: Answer, **fields: str) -> dict[str, Any]:
     }
 
 
-def ending(answer: Answer, result: wire.Result) -> dict[str, Any]:
+def ending(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
     """Return the last piece of a streamed answer."""
     return {
         **_frame(answer, "chat.completion.chunk"),
@@ -267,7 +267,7 @@ def ending(answer: Answer, result: wire.Result) -> dict[str, Any]:
     }
 
 
-def counted(answer: Answer, result: wire.Result) -> dict[str, Any]:
+def counted(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
     """Return the piece with the usage, sent after the last one if requested."""
     return {**_frame(answer, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
 
@@ -292,7 +292,7 @@ def telemetry(result: wire.Result) -> dict[str, Any]:
     return {name: table[name] for name in names}
 
 
-def error(e: PlanError, asked: Completion | None = None) -> dict[str, Any]:
+def error(e: PlanError, asked: ChatRequest | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format. Fields are named as the client named them in `asked`."""
     kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
     message, param = e.message, e.field
@@ -316,7 +316,7 @@ def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _asked_as(field: str, asked: Completion) -> str:
+def _asked_as(field: str, asked: ChatRequest) -> str:
     if field == "json_schema":
         return "response_format.json_schema.schema"
     if field == "prompt":
@@ -330,7 +330,7 @@ def _finish(result: wire.Result) -> str:
     return FINISH.get(result.finish_reason, "length")
 
 
-def _frame(answer: Answer, kind: str) -> dict[str, Any]:
+def _frame(answer: ResponseHeader, kind: str) -> dict[str, Any]:
     return {
         "id": answer.id,
         "object": kind,

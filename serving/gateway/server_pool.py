@@ -46,10 +46,10 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _ActivePlan:
     """A plan in progress."""
 
-    ask: messages.Ask
+    ask: messages.PlanRequest
     model: str
     """The requested model; "" for any."""
     began: float
@@ -60,17 +60,17 @@ class _Turn:
     """Whether a later plan of its session has arrived since."""
 
 
-Said = tuple[Member, messages.Event]
+PoolEvent = tuple[Member, messages.Event]
 """A server and an event from it."""
 
 
-class Fleet:
+class ServerPool:
     """The servers behind a gateway."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Begin to connect to all servers. An event loop must be running."""
         options = _options(config)
-        self._turns: list[_Turn] = []
+        self._turns: list[_ActivePlan] = []
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
@@ -92,14 +92,14 @@ class Fleet:
                 raise max(errors, key=_says)
         return any(member.model == model for member in self.members)
 
-    async def stream(self, ask: messages.Ask, model: str = "") -> AsyncGenerator[Said]:
+    async def stream(self, ask: messages.PlanRequest, model: str = "") -> AsyncGenerator[PoolEvent]:
         """Answer an ask on the first server with this model (with any, if "") that accepts it.
 
         Raises:
             PlanError: no server accepted it (the most informative of their errors), the deadline
                 passed, or the plan failed on its server.
         """
-        turn = _Turn(ask, model, time.monotonic())
+        turn = _ActivePlan(ask, model, time.monotonic())
         for other in self._others(turn):
             other.late = True
         self._turns.append(turn)
@@ -117,7 +117,7 @@ class Fleet:
             self._turns.remove(turn)
 
     async def _take(
-        self, turn: _Turn
+        self, turn: _ActivePlan
     ) -> tuple[Member, messages.Event, AsyncGenerator[messages.Event]]:
         """Return the server that accepted the plan, its first event and the remaining events."""
         error: PlanError | None = None
@@ -138,7 +138,7 @@ class Fleet:
                 error = e if error is None else max(error, e, key=_says)  # the first of equals
         raise error or PlanError("unreachable", "a plan server must be ready (got none)")
 
-    def _others(self, turn: _Turn) -> list[_Turn]:
+    def _others(self, turn: _ActivePlan) -> list[_ActivePlan]:
         """Return the other plans of its session."""
         session = turn.ask.session
         return [
@@ -147,10 +147,10 @@ class Fleet:
             if session is not None and other.ask.session == session and other is not turn
         ]
 
-    def _at_home(self, member: Member | None, turn: _Turn) -> bool:
+    def _at_home(self, member: Member | None, turn: _ActivePlan) -> bool:
         return any(other.member is member for other in self._others(turn))
 
-    def _rank(self, member: Member, turn: _Turn) -> tuple[bool, bool, bool, int]:
+    def _rank(self, member: Member, turn: _ActivePlan) -> tuple[bool, bool, bool, int]:
         """Return the sort key of a server for a plan; the least is asked first."""
         prefix = turn.ask.prefix_id
         return (
@@ -162,7 +162,7 @@ class Fleet:
             member.active,
         )
 
-    def _check_elsewhere(self, e: PlanError, turn: _Turn) -> None:
+    def _check_elsewhere(self, e: PlanError, turn: _ActivePlan) -> None:
         """Raise the error to answer with, unless another server may be asked after this refusal."""
         if e.code not in ELSEWHERE and not _no_prefix(e):
             raise e
@@ -226,7 +226,7 @@ def _says(e: PlanError) -> int:
     return 0 if e.code == "unreachable" else 1 if _no_prefix(e) else 2
 
 
-async def _of(member: Member, ask: messages.Ask) -> AsyncGenerator[messages.Event]:
+async def _of(member: Member, ask: messages.PlanRequest) -> AsyncGenerator[messages.Event]:
     member.active += 1
     events = member.planner.stream(ask)
     try:

@@ -17,7 +17,7 @@ Stop = Literal["cancelled", "preempted", "deadline"]
 class Prepared:
     """A request that was checked: it fits, its prompt is tokenised and its schema compiled."""
 
-    ask: messages.Ask
+    ask: messages.PlanRequest
     prompt: tuple[int, ...]
     cached: int
     """Prompt tokens that a pinned prefix covers."""
@@ -104,7 +104,7 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
         """Check a request that has `left_ms` until its deadline.
 
         Raises:

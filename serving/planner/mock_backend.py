@@ -41,7 +41,7 @@ def words(text: str) -> list[str]:
     return [word + " " for word in text.split(" ")]
 
 
-def _tokens(request: messages.Ask | messages.Validate) -> int:
+def _tokens(request: messages.PlanRequest | messages.Validate) -> int:
     turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
     return sum(len(words(turn or "")) for turn in turns)
 
@@ -127,7 +127,7 @@ class MockBackend:
     def warm(self) -> None:
         """See Backend."""
 
-    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
         """See Backend."""
         validation.check_values(ask)
         schema = validation.schema_of(ask)
@@ -166,7 +166,7 @@ class MockBackend:
         if request.prompt is not None or request.messages is not None:
             out["prompt_tokens"] = _tokens(request)
         if request.json_schema is not None:
-            validation.check_values(messages.Ask(json_schema=request.json_schema))
+            validation.check_values(messages.PlanRequest(json_schema=request.json_schema))
             _checker(request.json_schema)
             out |= {"compile_ms": 0.0, "warnings": ()}
         return out

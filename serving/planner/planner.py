@@ -23,7 +23,7 @@ RETRY_MS = 10.0
 class Planner(Protocol):
     """Answers one ask at a time."""
 
-    def plan(self, ask: messages.Ask) -> messages.Result:
+    def plan(self, ask: messages.PlanRequest) -> messages.Result:
         """Answer an ask with its result.
 
         Raises:
@@ -31,7 +31,7 @@ class Planner(Protocol):
         """
         ...
 
-    def stream(self, ask: messages.Ask) -> Iterator[messages.Event]:
+    def stream(self, ask: messages.PlanRequest) -> Iterator[messages.Event]:
         """Answer an ask piece by piece; the last event is the result. Close it to cancel.
 
         Raises:
@@ -61,14 +61,14 @@ class LocalPlanner:
     ) -> None:
         self.close()
 
-    def plan(self, ask: messages.Ask) -> messages.Result:
+    def plan(self, ask: messages.PlanRequest) -> messages.Result:
         """See Planner."""
         for event in self.stream(structs.replace(ask, stream=False)):
             if isinstance(event, messages.Result):
                 return event
         raise AssertionError("a stream ends with its result")
 
-    def stream(self, ask: messages.Ask) -> Iterator[messages.Event]:
+    def stream(self, ask: messages.PlanRequest) -> Iterator[messages.Event]:
         """See Planner."""
         validation.check(ask)
         begun = time.monotonic()
@@ -84,7 +84,7 @@ class LocalPlanner:
 
 
 def _events(
-    start: Callable[[], Run], left: Callable[[], float | None], ask: messages.Ask
+    start: Callable[[], Run], left: Callable[[], float | None], ask: messages.PlanRequest
 ) -> Iterator[messages.Event]:
     # Started here, since closing an iterator that was never asked for an event runs none of this.
     run, seq = start(), 0
@@ -103,7 +103,7 @@ def _events(
     yield asked(final(structs.replace(result, id=ask.id, seq=seq), ask), ask)
 
 
-def left_of(ask: messages.Ask, arrived: float) -> Callable[[], float | None]:
+def left_of(ask: messages.PlanRequest, arrived: float) -> Callable[[], float | None]:
     """Return a function that tells how many ms are left for an ask that arrived at `arrived`
     (monotonic, s); None without a deadline.
     """
@@ -141,7 +141,7 @@ def admit(
     )
 
 
-def final(result: messages.Result, ask: messages.Ask) -> messages.Result:
+def final(result: messages.Result, ask: messages.PlanRequest) -> messages.Result:
     """Return the result, unless the way it ended is an error for this ask.
 
     Raises:

@@ -56,7 +56,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
     )
 
 
-def asked(result: messages.Result, ask: messages.Ask) -> messages.Result:
+def asked(result: messages.Result, ask: messages.PlanRequest) -> messages.Result:
     """Return the result as it is sent, with times only if requested. They are removed this late
     because the statistics need the times of every plan.
     """

@@ -149,7 +149,7 @@ class LiveBackend:
         return prompt
 
     def _check_default(self) -> None:
-        budget = validation.budget_of(wire.Ask(), self.config)
+        budget = validation.budget_of(wire.PlanRequest(), self.config)
         prompt, closing = self._opened(validation.messages_of("x", None), budget)
         startup_checks.check_answer(
             self.config.max_tokens, self.session.model, len(prompt), closing
@@ -174,7 +174,7 @@ class LiveBackend:
 
     # --- requests
 
-    def prepare(self, ask: wire.Ask, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: wire.PlanRequest, left_ms: float | None) -> Prepared:
         """See Backend."""
         validation.check_values(ask)
         self._check_mode(ask)
@@ -211,7 +211,7 @@ class LiveBackend:
             raise PlanError("bad_request", validation.told(e)) from e
         return prepared
 
-    def _check_mode(self, ask: wire.Ask) -> None:
+    def _check_mode(self, ask: wire.PlanRequest) -> None:
         if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
             text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
@@ -231,7 +231,7 @@ class LiveBackend:
         return grammar
 
     def _budget(
-        self, ask: wire.Ask, left_ms: float | None, messages: list[object], max_tokens: int
+        self, ask: wire.PlanRequest, left_ms: float | None, messages: list[object], max_tokens: int
     ) -> int:
         budget = validation.budget_of(ask, self.config)
         mode = ask.thinking or self.config.thinking
@@ -306,7 +306,7 @@ class LiveBackend:
             messages = validation.messages_of(request.prompt, request.messages)
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
         if request.json_schema is not None:
-            validation.check_values(wire.Ask(json_schema=request.json_schema))
+            validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
             Checker(request.json_schema)
             grammar = self._grammar(request.json_schema)
             out["compile_ms"] = grammar.compile_ms

@@ -39,7 +39,7 @@ HALVES = re.compile(
 low ones without a high one."""
 
 OPERATIONS: dict[str, type[messages.Request]] = {
-    "plan": messages.Ask,
+    "plan": messages.PlanRequest,
     "cancel": messages.Cancel,
     "validate": messages.Validate,
     "prefix.put": messages.PrefixPut,
@@ -313,7 +313,7 @@ def _mended(body: bytes, by: bytes) -> bytes:
     return HALVES.sub(by, body.replace(rb"\\", b"\0")).replace(b"\0", rb"\\")
 
 
-def plain(value: object, what: str, limit: int) -> None:
+def check_plain(value: object, what: str, limit: int) -> None:
     """Check a free-form value: JSON types only, at most DEPTH deep and `limit` bytes as JSON.
 
     Raises:
@@ -350,9 +350,9 @@ def _children(item: object, what: str) -> list[object]:
     raise PlanError("bad_request", f"{what} must be plain JSON values (got {kind})", field=what)
 
 
-def failure(error: PlanError, id: str | None, seq: int = 0) -> messages.Failure:
+def error_reply(error: PlanError, id: str | None, seq: int = 0) -> messages.ErrorReply:
     """Return the message that reports an error."""
-    return messages.Failure(
+    return messages.ErrorReply(
         code=error.code,
         message=error.message,
         id=id,

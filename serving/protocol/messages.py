@@ -41,7 +41,9 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
     reasoning_content: str | None = None
 
 
-class SchemaOf(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class SchemaWrapper(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """OpenAI's wrapper around a schema."""
 
     schema: dict[str, Any]
@@ -54,10 +56,12 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """OpenAI's spelling of a request for a schema."""
 
     type: Literal["json_schema"]
-    json_schema: SchemaOf
+    json_schema: SchemaWrapper
 
 
-class Ask(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class PlanRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """`plan`: one prompt to answer with a plan. None stands for the server's default."""
 
     v: int = VERSION
@@ -145,7 +149,7 @@ class PrefixDrop(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
     token: str | None = None
 
 
-Request = Ask | Simple | Cancel | Validate | PrefixPut | PrefixDrop
+Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -232,7 +236,7 @@ class Result(Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class ErrorReply(Struct, frozen=True, kw_only=True):
     """The error that answers a request that was not served."""
 
     code: Code

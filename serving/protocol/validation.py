@@ -11,7 +11,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.strict_records import cut, show, visible
 from thor_dflash.serving.protocol import messages as wire
-from thor_dflash.serving.protocol.codec import convert, plain
+from thor_dflash.serving.protocol.codec import check_plain, convert
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
@@ -20,7 +20,7 @@ MESSAGE = 500
 ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
-def check(ask: wire.Ask) -> None:
+def check(ask: wire.PlanRequest) -> None:
     """Refuse a request that contradicts itself or asks for something unsupported.
 
     Raises:
@@ -44,7 +44,7 @@ def check(ask: wire.Ask) -> None:
         )
 
 
-def check_prompt(request: wire.Ask | wire.Validate) -> None:
+def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:
     """Refuse a request with both prompt and messages, or with an empty one of them.
 
     Raises:
@@ -60,7 +60,7 @@ def check_prompt(request: wire.Ask | wire.Validate) -> None:
         raise _bad("messages", "messages must hold at least one message (got none)")
 
 
-def check_reckoned(ask: wire.Ask) -> None:
+def check_reckoned(ask: wire.PlanRequest) -> None:
     """Refuse a deadline or a session of a wrong type or value as the decoding of a request does: in
     a program's own process these two are used without it, or before it.
 
@@ -68,10 +68,10 @@ def check_reckoned(ask: wire.Ask) -> None:
         PlanError: naming the field.
     """
     given = {"deadline_ms": ask.deadline_ms, "session": ask.session}
-    convert(given, wire.Ask)
+    convert(given, wire.PlanRequest)
 
 
-def _greedy(ask: wire.Ask) -> None:
+def _greedy(ask: wire.PlanRequest) -> None:
     greedy = "as decoding is greedy"
     rules: dict[str, tuple[object, bool, str]] = {
         "temperature": (ask.temperature, ask.temperature == 0, f"0 or left out, {greedy}"),
@@ -104,7 +104,7 @@ def too_long(limit: int, prompt: int, max_tokens: int, closing: int = 0) -> Plan
     return PlanError("prompt_too_long", text, field="prompt")
 
 
-def schema_of(ask: wire.Ask) -> Mapping[str, Any] | None:
+def schema_of(ask: wire.PlanRequest) -> Mapping[str, Any] | None:
     """Return the schema of a request, given as `json_schema` or as `response_format`."""
     if ask.response_format is not None:
         return ask.response_format.json_schema.schema
@@ -122,19 +122,19 @@ def dropped() -> PlanError:
     return PlanError("cancelled", "the prefix was dropped before its put was answered")
 
 
-def check_values(ask: wire.Ask) -> None:
+def check_values(ask: wire.PlanRequest) -> None:
     """Refuse free-form values that are too large, too deep or not JSON. Slow for large values.
 
     Raises:
         PlanError: naming the field.
     """
     if (schema := schema_of(ask)) is not None:
-        plain(schema, "json_schema", SCHEMA_BYTES)
+        check_plain(schema, "json_schema", SCHEMA_BYTES)
     if ask.metadata is not None:
-        plain(ask.metadata, "metadata", METADATA_BYTES)
+        check_plain(ask.metadata, "metadata", METADATA_BYTES)
 
 
-def budget_of(ask: wire.Ask, config: ServeConfig) -> int:
+def budget_of(ask: wire.PlanRequest, config: ServeConfig) -> int:
     """Return the most thinking tokens that a request allows, before any deadline is considered."""
     if (ask.thinking or config.thinking) == "off":
         return 0

@@ -12,7 +12,7 @@ import msgspec
 from thor_dflash.core.errors import ConfigError
 
 
-class Events:
+class EventLog:
     """An append-only file. Written only by the I/O thread."""
 
     def __init__(self, path: str) -> None:

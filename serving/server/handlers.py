@@ -20,23 +20,23 @@ from thor_dflash.serving.planner.result import asked
 from thor_dflash.serving.protocol import codec, groot, messages, validation
 from thor_dflash.serving.protocol.codec import JSON, Head
 from thor_dflash.serving.server import hello, host_info, workers
-from thor_dflash.serving.server.event_log import Events
-from thor_dflash.serving.server.lifecycle import FAILED, RETRY_MS, Life
-from thor_dflash.serving.server.pending import Dues
-from thor_dflash.serving.server.scheduler import Job, Peer, Schedule, job_of
+from thor_dflash.serving.server.event_log import EventLog
+from thor_dflash.serving.server.lifecycle import FAILED, RETRY_MS, Lifecycle
+from thor_dflash.serving.server.pending import PendingRequests
+from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler, job_of
 from thor_dflash.serving.server.stats import Stats
 from thor_dflash.serving.server.workers import (
-    Checked,
-    Ended,
-    Kept,
+    ChunkReady,
+    FileWritten,
+    JobChecked,
+    JobDone,
     Log,
-    Owed,
-    Pinned,
-    Said,
-    Validated,
+    PendingRequest,
+    PrefixPinned,
+    RequestDone,
 )
 from thor_dflash.serving.transport import curve
-from thor_dflash.serving.transport.router_socket import Door, Letter
+from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
 ENVELOPE = 8
 """Most frames before the body: enough for any reasonable chain of proxies."""
@@ -45,31 +45,31 @@ DROPPABLE = ("text", "thinking", "progress")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hands:
+class ServerActions:
     """The actions that the desk can trigger in the server."""
 
-    check: Callable[[Job | Owed], None]
+    check: Callable[[Job | PendingRequest], None]
     """Queue work for the clerk thread."""
     run: Callable[[Job], None]
     """Queue a job for the engine thread, which must be free."""
-    keep: Callable[[Owed | Pinned], None]
+    keep: Callable[[PendingRequest | PrefixPinned], None]
     """Queue work for the keeper thread."""
     stop: Callable[[], None]
     """Drain the server and end it."""
 
 
-class Desk:
+class RequestHandlers:
     """Answers every request; owns the books (the table of jobs)."""
 
     def __init__(
         self,
-        door: Door,
+        door: RouterSocket,
         config: ServeConfig,
-        life: Life,
-        hands: Hands,
+        life: Lifecycle,
+        hands: ServerActions,
         token: str | None,
         log: Log,
-        tell: Events,
+        tell: EventLog,
     ) -> None:
         self._door = door
         self._config = config
@@ -78,9 +78,9 @@ class Desk:
         self._token = token
         self._log = log
         self._tell = tell
-        self.books = Schedule(config.max_queue)
+        self.books = Scheduler(config.max_queue)
         self.stats = Stats()
-        self._dues = Dues()
+        self._dues = PendingRequests()
         self._simple: dict[str, Callable[[Peer, str], None]] = {
             "hello": self._hello,
             "ping": lambda peer, id: self._result(peer, id, groot.RUNNING),
@@ -93,7 +93,7 @@ class Desk:
 
     # --- letters
 
-    def letter(self, letter: Letter) -> None:
+    def letter(self, letter: ReceivedMessage) -> None:
         """Answer any message, also a malformed one."""
         at = next((i for i, f in enumerate(letter.frames) if i and not f), None)
         # A request without an empty delimiter frame is answered without one, too, along the same
@@ -140,9 +140,9 @@ class Desk:
         else:
             self._work(peer, request)
 
-    def _work(self, peer: Peer, request: messages.Ask | messages.PrefixPut) -> None:
+    def _work(self, peer: Peer, request: messages.PlanRequest | messages.PrefixPut) -> None:
         backend = self._life.open()
-        if isinstance(request, messages.Ask):
+        if isinstance(request, messages.PlanRequest):
             validation.check(request)
             if self._config.log_prompts:
                 asked = request.prompt or request.messages
@@ -153,7 +153,7 @@ class Desk:
         job = job_of(peer, request, time.monotonic())
         self.books.arrive(job, _retry_after(backend))
         self._tell("arrived", op=request.op, id=request.id, session=job.session)
-        if isinstance(request, messages.Ask):
+        if isinstance(request, messages.PlanRequest):
             self._hands.check(job)
         else:
             job.state = "queued"
@@ -162,7 +162,7 @@ class Desk:
     # --- operations
 
     def _hello(self, peer: Peer, id: str) -> None:
-        self._result(peer, id, hello.about(self._config, self._life.backend))
+        self._result(peer, id, hello.server_description(self._config, self._life.backend))
 
     def _health(self, peer: Peer, id: str) -> None:
         running = self.books.running is not None
@@ -208,22 +208,22 @@ class Desk:
 
     # --- posts of the other threads
 
-    def posted(self, post: Checked | Validated | Kept | Said | Ended) -> None:
+    def posted(self, post: JobChecked | RequestDone | FileWritten | ChunkReady | JobDone) -> None:
         """Handle a message from another thread."""
-        if isinstance(post, Validated):
+        if isinstance(post, RequestDone):
             self._validated(post)
-        elif isinstance(post, Said):
+        elif isinstance(post, ChunkReady):
             self._say(post)
-        elif isinstance(post, Checked):
+        elif isinstance(post, JobChecked):
             self._checked(post.job, post.outcome)
-        elif isinstance(post, Kept):
+        elif isinstance(post, FileWritten):
             self.answer(post.job, post.outcome)
         else:
             self._note(post)
             self._ended(post.job, post.outcome)
             self.dispatch()
 
-    def _validated(self, post: Validated) -> None:
+    def _validated(self, post: RequestDone) -> None:
         peer, id = post.owed.peer, post.owed.request.id
         if not self._dues.settle(post.owed) or post.outcome is None:
             return
@@ -236,11 +236,11 @@ class Desk:
     def _ended(self, job: Job, outcome: messages.Result | dict[str, Any] | PlanError) -> None:
         if isinstance(job.request, messages.PrefixPut) and isinstance(outcome, dict):
             job.state = "keeping"
-            self._hands.keep(Pinned(job, job.request, outcome))
+            self._hands.keep(PrefixPinned(job, job.request, outcome))
         else:
             self.answer(job, outcome)
 
-    def _say(self, post: Said) -> None:
+    def _say(self, post: ChunkReady) -> None:
         job, chunk = post.job, structs.replace(post.chunk, id=post.job.request.id, seq=post.job.seq)
         if job.state != "running" or job.gone:
             return
@@ -270,7 +270,7 @@ class Desk:
             self.answer(old, error)
         self.dispatch()
 
-    def _note(self, post: Ended) -> None:
+    def _note(self, post: JobDone) -> None:
         error = post.outcome
         if isinstance(error, PlanError) and error.code in ("engine_fault", "internal"):
             self._life.last_error = error.message
@@ -345,7 +345,7 @@ class Desk:
         id, seq = job.request.id, job.seq
         if isinstance(outcome, PlanError):
             self._tell("refused", id=id, session=job.session, code=outcome.code, gone=job.gone)
-            planned = isinstance(job.request, messages.Ask)
+            planned = isinstance(job.request, messages.PlanRequest)
             if planned and outcome.code in ("cancelled", "preempted", "deadline"):
                 self.stats.finished[outcome.code] += 1
             if not job.gone:
@@ -361,14 +361,14 @@ class Desk:
             plan_valid=outcome.plan_valid, usage=outcome.usage, timings=outcome.timings,
         )  # fmt: skip
         self.stats.result(outcome)
-        assert isinstance(job.request, messages.Ask), "a prefix has no result of this kind"
+        assert isinstance(job.request, messages.PlanRequest), "a prefix has no result of this kind"
         if not job.gone:
             told = structs.replace(asked(outcome, job.request), id=id, seq=seq)
             self._send(job.peer, told, id, seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)
-        self._send(peer, codec.failure(error, id, seq), id, seq)
+        self._send(peer, codec.error_reply(error, id, seq), id, seq)
 
     def _result(self, peer: Peer, id: str, fields_: dict[str, Any]) -> None:
         self._send(
@@ -390,7 +390,7 @@ class Desk:
             self._log(traceback.format_exc())
             error = PlanError("internal", "the answer could not be written; the log says why")
             self.stats.error(error)
-            body, droppable, written = peer.body(codec.failure(error, id, seq)), False, False
+            body, droppable, written = peer.body(codec.error_reply(error, id, seq)), False, False
         if self._door.send(peer.envelope, body, droppable=droppable) == "gone":
             self.lost(peer.routing)
         return written

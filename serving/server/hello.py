@@ -11,7 +11,7 @@ from thor_dflash.serving.protocol import codec, messages, validation
 from thor_dflash.serving.server import host_info
 
 
-def about(config: ServeConfig, backend: Backend | None) -> dict[str, Any]:
+def server_description(config: ServeConfig, backend: Backend | None) -> dict[str, Any]:
     """Return the answer to `hello`; `backend` is None until it is ready."""
     model = None if backend is None else backend.about
     return {

@@ -9,7 +9,7 @@ from typing import Any
 from thor_dflash.core.errors import PlanError, ThorError
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.server.workers import Pulse
+from thor_dflash.serving.server.workers import Heartbeat
 
 LEVELS = {
     "ready": "OK", "busy": "OK", "loading": "WARN", "warming": "WARN", "draining": "WARN",
@@ -26,7 +26,7 @@ fatal."""
 
 
 @dataclass(slots=True)
-class Life:
+class Lifecycle:
     """The state. Owned by the I/O thread."""
 
     watchdog_s: float
@@ -42,7 +42,7 @@ class Life:
     last_error: str | None = None
     born: float = field(default_factory=time.monotonic)
     ready_after_s: float | None = None
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
 
     def state(self, busy: bool) -> messages.State:
         """Return the state as one word."""

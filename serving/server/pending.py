@@ -11,7 +11,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.lifecycle import RETRY_MS
 from thor_dflash.serving.server.scheduler import Peer
-from thor_dflash.serving.server.workers import Owed
+from thor_dflash.serving.server.workers import PendingRequest
 
 MOST = 16
 """Limit for all clients together: each request holds a message and may take the clerk a second."""
@@ -20,14 +20,14 @@ EACH = 4
 
 
 @dataclass(slots=True)
-class Dues:
+class PendingRequests:
     """The unanswered requests. Each counts until a thread has finished it, even after its client
     has stopped waiting.
     """
 
-    _taken: list[Owed] = field(default_factory=list[Owed])
+    _taken: list[PendingRequest] = field(default_factory=list[PendingRequest])
 
-    def take(self, peer: Peer, request: messages.Validate | messages.PrefixDrop) -> Owed:
+    def take(self, peer: Peer, request: messages.Validate | messages.PrefixDrop) -> PendingRequest:
         """Add a request.
 
         Raises:
@@ -43,15 +43,15 @@ class Dues:
                     "(got one more)"
                 )
                 raise PlanError("busy", text, retry_after_ms=RETRY_MS)
-        self._taken.append(owed := Owed(peer, request))
+        self._taken.append(owed := PendingRequest(peer, request))
         return owed
 
-    def settle(self, owed: Owed) -> bool:
+    def settle(self, owed: PendingRequest) -> bool:
         """Remove a request that a thread has finished. Returns whether its client still waits."""
         self._taken.remove(owed)
         return not owed.given_up
 
-    def give_up(self, hers: Callable[[Peer], bool] = lambda peer: True) -> list[Owed]:
+    def give_up(self, hers: Callable[[Peer], bool] = lambda peer: True) -> list[PendingRequest]:
         """Mark the requests of the matching peers as given up, and return them."""
         found = [one for one in self._taken if not one.given_up and hers(one.peer)]
         for one in found:

@@ -59,7 +59,7 @@ class Peer:
 class Job:
     """One plan, or one prefix to pin, from arrival to answer."""
 
-    request: messages.Ask | messages.PrefixPut
+    request: messages.PlanRequest | messages.PrefixPut
     peer: Peer
     session: str
     arrived: float
@@ -83,18 +83,18 @@ class Job:
     @property
     def priority(self) -> int:
         """9 is the most urgent."""
-        return self.request.priority if isinstance(self.request, messages.Ask) else 5
+        return self.request.priority if isinstance(self.request, messages.PlanRequest) else 5
 
     @property
     def generation(self) -> int | None:
         """The generation (state of the world) that the plan was requested for."""
-        return self.request.generation if isinstance(self.request, messages.Ask) else None
+        return self.request.generation if isinstance(self.request, messages.PlanRequest) else None
 
 
-def job_of(peer: Peer, request: messages.Ask | messages.PrefixPut, now: float) -> Job:
+def job_of(peer: Peer, request: messages.PlanRequest | messages.PrefixPut, now: float) -> Job:
     """Make a job of a request that arrived at `now` (monotonic, s)."""
-    named = request.session if isinstance(request, messages.Ask) else None
-    ms = request.deadline_ms if isinstance(request, messages.Ask) else None
+    named = request.session if isinstance(request, messages.PlanRequest) else None
+    ms = request.deadline_ms if isinstance(request, messages.PlanRequest) else None
     return Job(
         request=request,
         peer=peer,
@@ -106,7 +106,7 @@ def job_of(peer: Peer, request: messages.Ask | messages.PrefixPut, now: float) -
     )
 
 
-class Schedule:
+class Scheduler:
     """The books: every job from its arrival to its answer."""
 
     def __init__(self, max_queue: int) -> None:
@@ -214,12 +214,12 @@ class Schedule:
 
     def _least_urgent(self, job: Job, leaving: Container[Job]) -> Job | None:
         """Return the least urgent waiting plan that `job` may displace, the newest among equals."""
-        if not isinstance(job.request, messages.Ask) or job.request.preempt != "lower":
+        if not isinstance(job.request, messages.PlanRequest) or job.request.preempt != "lower":
             return None
         lower = [
             one
             for one in reversed(self.waiting)
-            if isinstance(one.request, messages.Ask)
+            if isinstance(one.request, messages.PlanRequest)
             and one.priority < job.priority
             and one not in leaving
         ]
@@ -233,7 +233,7 @@ class Schedule:
                 raise PlanError("bad_request", text, field="id")
 
     def _check_puts(self, job: Job, retry_after_ms: float) -> None:
-        if isinstance(job.request, messages.Ask):
+        if isinstance(job.request, messages.PlanRequest):
             return
         puts = sum(isinstance(one.request, messages.PrefixPut) for one in self._jobs)
         if puts >= self._room:
@@ -271,18 +271,18 @@ class Schedule:
             elif (
                 old.session == job.session
                 and self._same(job)
-                and isinstance(old.request, messages.Ask)
+                and isinstance(old.request, messages.PlanRequest)
             ):
                 out.append((old, PlanError("preempted", "a later plan of its session arrived")))
         return out
 
     @staticmethod
     def _same(job: Job) -> bool:
-        return isinstance(job.request, messages.Ask) and job.request.preempt != "none"
+        return isinstance(job.request, messages.PlanRequest) and job.request.preempt != "none"
 
     def _preempts(self, job: Job, running: Job) -> bool:
-        if not isinstance(job.request, messages.Ask) or not isinstance(
-            running.request, messages.Ask
+        if not isinstance(job.request, messages.PlanRequest) or not isinstance(
+            running.request, messages.PlanRequest
         ):
             return False
         if self._same(job) and running.session == job.session:

@@ -30,15 +30,24 @@ from thor_dflash.core.strict_records import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server import workers
-from thor_dflash.serving.server.event_log import Events
-from thor_dflash.serving.server.handlers import Desk, Hands
-from thor_dflash.serving.server.lifecycle import Life
+from thor_dflash.serving.server.event_log import EventLog
+from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
+from thor_dflash.serving.server.lifecycle import Lifecycle
 from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.systemd import ALIVE, Notify
-from thor_dflash.serving.server.trace import Trace, check_directory, write
-from thor_dflash.serving.server.workers import Chore, Failed, Log, Owed, Post, Ready, Turn, Warming
+from thor_dflash.serving.server.trace import StepTrace, check_directory, write
+from thor_dflash.serving.server.workers import (
+    BackendLoaded,
+    BackendReady,
+    CheckItem,
+    FileTask,
+    Log,
+    PendingRequest,
+    ServerFailed,
+    WorkerEvent,
+)
 from thor_dflash.serving.transport import curve
-from thor_dflash.serving.transport.router_socket import Door, Letter
+from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
@@ -78,24 +87,24 @@ class Server:
         token = curve.read_token(config.token_file)
         if config.trace_slow_ms:
             check_directory(Path(config.trace_dir))
-        self._tell = Events(config.events)
+        self._tell = EventLog(config.events)
         self._state = ""
-        self._door = Door(config)
+        self._door = RouterSocket(config)
         self._config = config
         self._load = load
         self._log = log
         self._notify = notify
         self._die = die
-        self._life = Life(config.watchdog_s)
-        self._posts: SimpleQueue[Post] = SimpleQueue()
-        self._clerk: PriorityQueue[Turn] = PriorityQueue()
+        self._life = Lifecycle(config.watchdog_s)
+        self._posts: SimpleQueue[WorkerEvent] = SimpleQueue()
+        self._clerk: PriorityQueue[CheckItem] = PriorityQueue()
         self._order = count()
         self._engine: SimpleQueue[Job | None] = SimpleQueue()
-        self._keeper: SimpleQueue[Chore | None] = SimpleQueue()
-        hands = Hands(
+        self._keeper: SimpleQueue[FileTask | None] = SimpleQueue()
+        hands = ServerActions(
             check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self._end
         )
-        self._desk = Desk(self._door, config, self._life, hands, token, log, self._tell)
+        self._desk = RequestHandlers(self._door, config, self._life, hands, token, log, self._tell)
         self._threads: list[threading.Thread] = []
         self._ending = False
         self._stops = 0
@@ -135,7 +144,7 @@ class Server:
         Raises:
             ThorError: the backend did not load, the engine was lost, or a thread failed.
         """
-        self._start(lambda: workers.engine(
+        self._start(lambda: workers.run_engine(
             self._load, self._engine, self._post, self._life.pulse, self._log, self._traced
         ))  # fmt: skip
         try:
@@ -160,19 +169,19 @@ class Server:
             target()
         except BaseException:  # a panic in a Rust library does not derive from Exception
             fault = "the server's threads must go on (got an unexpected fault, see the log)"
-            self._post(Failed(ThorError(fault)))
+            self._post(ServerFailed(ThorError(fault)))
             self._log(traceback.format_exc())
 
-    def _check(self, item: Job | Owed | None) -> None:
-        self._clerk.put(workers.turn(next(self._order), item))
+    def _check(self, item: Job | PendingRequest | None) -> None:
+        self._clerk.put(workers.check_item(next(self._order), item))
 
-    def _post(self, post: Post) -> None:
+    def _post(self, post: WorkerEvent) -> None:
         self._posts.put(post)
         self._door.ring()
 
     def _turn(self) -> None:
         for event in self._door.wait(self._patience()):
-            if isinstance(event, Letter):
+            if isinstance(event, ReceivedMessage):
                 self._desk.letter(event)
             else:
                 self._desk.left(event.fd)
@@ -191,26 +200,26 @@ class Server:
         due = [self._desk.books.first_deadline(), self._life.stop_by]
         return max(0.002, min([TICK_S, *(at - now for at in due if at is not None)]))
 
-    def _posted(self, post: Post) -> None:
-        if isinstance(post, Warming):
+    def _posted(self, post: WorkerEvent) -> None:
+        if isinstance(post, BackendLoaded):
             self._life.warming = True
-        elif isinstance(post, Ready):
+        elif isinstance(post, BackendReady):
             self._ready(post.backend)
-        elif isinstance(post, Failed):
+        elif isinstance(post, ServerFailed):
             self._life.failed = post.error
             self._desk.fail()
         else:
             self._desk.posted(post)
 
     def _ready(self, backend: Backend) -> None:
-        self._start(lambda: workers.clerk(backend, self._clerk, self._post, self._log))
-        self._start(lambda: workers.keeper(backend, self._keeper, self._post, self._log))
+        self._start(lambda: workers.run_checks(backend, self._clerk, self._post, self._log))
+        self._start(lambda: workers.write_files(backend, self._keeper, self._post, self._log))
         self._life.backend = backend
         self._life.ready_after_s = time.monotonic() - self._life.born
         self._notify("READY=1")
         self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
 
-    def _traced(self, job: Job, outcome: object, trace: Trace) -> None:
+    def _traced(self, job: Job, outcome: object, trace: StepTrace) -> None:
         """Have the keeper write the trace of a slow job. Runs on the engine thread, which must not
         wait for the disk.
         """
@@ -219,7 +228,7 @@ class Server:
             result = outcome if isinstance(outcome, messages.Result) else None
             self._keeper.put(partial(self._write, job, trace, result))
 
-    def _write(self, job: Job, trace: Trace, result: messages.Result | None) -> None:
+    def _write(self, job: Job, trace: StepTrace, result: messages.Result | None) -> None:
         try:
             path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
         except OSError as e:
@@ -286,7 +295,7 @@ class Server:
         return MOMENT_S if loading or self._stops > 1 else self._config.watchdog_s
 
 
-def _drain(posts: SimpleQueue[Post]) -> Iterator[Post]:
+def _drain(posts: SimpleQueue[WorkerEvent]) -> Iterator[WorkerEvent]:
     while True:
         try:
             yield posts.get_nowait()

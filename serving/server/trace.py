@@ -20,7 +20,7 @@ ENDING = ".trace.json"
 
 
 @dataclass(slots=True)
-class Trace:
+class StepTrace:
     """The steps of one plan. All times monotonic, s."""
 
     arrived: float

@@ -24,10 +24,10 @@ from thor_dflash.serving.planner.backend import Backend, Prepared, Stop, drive
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.scheduler import Job, Peer
-from thor_dflash.serving.server.trace import Trace
+from thor_dflash.serving.server.trace import StepTrace
 
 T = TypeVar("T")
-POLITE = 5
+ENGINE_NICENESS = 5
 """Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
 UNEXPECTED = "the server met an unexpected fault; its log says more"
@@ -38,26 +38,26 @@ Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Warming:
+class BackendLoaded:
     """The backend is loaded and runs its self-test."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class BackendReady:
     """The backend is loaded and has passed its self-test."""
 
     backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ServerFailed:
     """The backend did not load, was lost, or a thread failed: the server must end."""
 
     error: ThorError
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class JobChecked:
     """The clerk has checked a job."""
 
     job: Job
@@ -65,7 +65,7 @@ class Checked:
 
 
 @dataclass(slots=True, eq=False)
-class Owed:
+class PendingRequest:
     """A `validate` for the clerk, or a `prefix.drop` for the keeper, that is not answered yet."""
 
     peer: Peer
@@ -76,16 +76,16 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True)
-class Validated:
+class RequestDone:
     """The clerk has finished a `validate`, or the keeper a `prefix.drop`."""
 
-    owed: Owed
+    owed: PendingRequest
     outcome: dict[str, Any] | PlanError | None
     """None if it was given up before it began."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PrefixPinned:
     """Work for the keeper: a pinned prefix, answered once its file is written or removed."""
 
     job: Job
@@ -94,7 +94,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FileWritten:
     """The keeper has written or removed the file of a pinned prefix."""
 
     job: Job
@@ -102,7 +102,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChunkReady:
     """A chunk of the running job."""
 
     job: Job
@@ -110,27 +110,36 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobDone:
     """The running job has ended."""
 
     job: Job
     outcome: messages.Result | dict[str, Any] | PlanError
 
 
-Post = Warming | Ready | Failed | Checked | Validated | Kept | Said | Ended
-Chore = Owed | Pinned | Callable[[], None]
+WorkerEvent = (
+    BackendLoaded
+    | BackendReady
+    | ServerFailed
+    | JobChecked
+    | RequestDone
+    | FileWritten
+    | ChunkReady
+    | JobDone
+)
+FileTask = PendingRequest | PrefixPinned | Callable[[], None]
 """An item for the keeper; a function writes a trace."""
-Turn = tuple[int, int, Job | Owed | None]
+CheckItem = tuple[int, int, Job | PendingRequest | None]
 """An entry of the clerk's priority queue, least first: rank, order of arrival, work item."""
 
 
-def turn(order: int, item: Job | Owed | None) -> Turn:
+def check_item(order: int, item: Job | PendingRequest | None) -> CheckItem:
     """Rank an item for the clerk: plans first, then `validate`, then None, which ends the clerk."""
-    return 2 if item is None else int(isinstance(item, Owed)), order, item
+    return 2 if item is None else int(isinstance(item, PendingRequest)), order, item
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """Time of the engine thread's last sign of life. Written there, read by the watchdog."""
 
     busy: bool = False
@@ -160,117 +169,124 @@ class Pulse:
         return seconds if since == at else 0.0
 
 
-def clerk(
+def run_checks(
     backend: Backend,
-    inbox: PriorityQueue[Turn],
-    post: Callable[[Post], None],
+    inbox: PriorityQueue[CheckItem],
+    post: Callable[[WorkerEvent], None],
     log: Log,
 ) -> None:
     """Check requests until None arrives."""
     while (item := inbox.get()[-1]) is not None:
-        if isinstance(item, Owed):
+        if isinstance(item, PendingRequest):
             _work_off(item, partial(_validate, backend, item), post, log)
         elif item.state == "preparing":
-            post(Checked(item, _guard(partial(_prepare, backend, item), log)))
+            post(JobChecked(item, _guard(partial(_prepare, backend, item), log)))
 
 
-def keeper(
+def write_files(
     backend: Backend,
-    inbox: SimpleQueue[Chore | None],
-    post: Callable[[Post], None],
+    inbox: SimpleQueue[FileTask | None],
+    post: Callable[[WorkerEvent], None],
     log: Log,
 ) -> None:
     """Write and remove files in order of arrival, until None arrives. A thread of its own, so that
     neither plans nor their checks wait for the disk.
     """
     while (item := inbox.get()) is not None:
-        if isinstance(item, Pinned):
-            post(Kept(item.job, _guard(partial(_keep, backend, item), log)))
-        elif isinstance(item, Owed):
+        if isinstance(item, PrefixPinned):
+            post(FileWritten(item.job, _guard(partial(_keep, backend, item), log)))
+        elif isinstance(item, PendingRequest):
             _work_off(item, partial(_drop, backend, item), post, log)
         else:
             item()
 
 
 def _work_off(
-    owed: Owed, work: Callable[[], dict[str, Any]], post: Callable[[Post], None], log: Log
+    owed: PendingRequest,
+    work: Callable[[], dict[str, Any]],
+    post: Callable[[WorkerEvent], None],
+    log: Log,
 ) -> None:
-    post(Validated(owed, None if owed.given_up else _guard(work, log)))
+    post(RequestDone(owed, None if owed.given_up else _guard(work, log)))
 
 
-def _validate(backend: Backend, owed: Owed) -> dict[str, Any]:
+def _validate(backend: Backend, owed: PendingRequest) -> dict[str, Any]:
     assert isinstance(owed.request, messages.Validate)
     return backend.validate(owed.request)
 
 
-def _keep(backend: Backend, pinned: Pinned) -> dict[str, Any]:
+def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
     backend.keep(pinned.request)
     return {**pinned.answer, "persisted": pinned.request.persist}
 
 
-def _drop(backend: Backend, owed: Owed) -> dict[str, Any]:
+def _drop(backend: Backend, owed: PendingRequest) -> dict[str, Any]:
     assert isinstance(owed.request, messages.PrefixDrop)
     return {"dropped": backend.drop(owed.request.prefix_id)}
 
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
-    assert isinstance(job.request, messages.Ask)
+    assert isinstance(job.request, messages.PlanRequest)
     return backend.prepare(job.request, _left_ms(job))
 
 
-def be_polite() -> None:
+def lower_priority() -> None:
     """Lower the priority of this thread and of the threads it creates."""
     thread = threading.get_native_id()
     with suppress(OSError):  # not every system has priorities per thread
         # Keep a higher niceness that the process was started with; root could lower it here.
-        nice = max(POLITE, os.getpriority(os.PRIO_PROCESS, thread))
+        nice = max(ENGINE_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
         os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-def engine(
+def run_engine(
     load: Callable[[], Backend],
     inbox: SimpleQueue[Job | None],
-    post: Callable[[Post], None],
-    pulse: Pulse,
+    post: Callable[[WorkerEvent], None],
+    pulse: Heartbeat,
     log: Log,
-    traced: Callable[[Job, object, Trace], None] = lambda job, outcome, trace: None,
+    traced: Callable[[Job, object, StepTrace], None] = lambda job, outcome, trace: None,
 ) -> None:
     """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
     # Before the engine creates its own threads, which inherit the niceness of this one.
-    be_polite()
+    lower_priority()
     if (backend := _begun(load, post, log)) is None:
         return
-    post(Ready(backend))
+    post(BackendReady(backend))
     try:
         while (job := inbox.get()) is not None:
             pulse.beat(busy=True)
-            trace = Trace(job.arrived)
+            trace = StepTrace(job.arrived)
             lost: list[EngineLost] = []
             outcome = _guard(
                 partial(_alive, partial(_run, backend, job, post, pulse, trace), lost), log
             )
             pulse.beat(busy=False)
             traced(job, outcome, trace)  # before the server learns that the last job has ended
-            post(Ended(job, outcome))
+            post(JobDone(job, outcome))
             if lost:
-                post(Failed(lost[0]))
+                post(ServerFailed(lost[0]))
                 return
     finally:
         backend.close()
 
 
-def _begun(load: Callable[[], Backend], post: Callable[[Post], None], log: Log) -> Backend | None:
+def _begun(
+    load: Callable[[], Backend], post: Callable[[WorkerEvent], None], log: Log
+) -> Backend | None:
     """Load and warm up; None if that failed, which is then posted."""
     backend: Backend | None = None
     try:
         backend = load()
-        post(Warming())
+        post(BackendLoaded())
         backend.warm()
     except ThorError as e:
-        post(Failed(e))
+        post(ServerFailed(e))
     except Exception:
         log(traceback.format_exc())
-        post(Failed(ThorError("the backend must load (got an unexpected fault, see the log)")))
+        post(
+            ServerFailed(ThorError("the backend must load (got an unexpected fault, see the log)"))
+        )
     else:
         return backend
     if backend is not None:
@@ -280,7 +296,11 @@ def _begun(load: Callable[[], Backend], post: Callable[[Post], None], log: Log) 
 
 
 def _run(
-    backend: Backend, job: Job, post: Callable[[Post], None], pulse: Pulse, trace: Trace
+    backend: Backend,
+    job: Job,
+    post: Callable[[WorkerEvent], None],
+    pulse: Heartbeat,
+    trace: StepTrace,
 ) -> messages.Result | dict[str, Any]:
     if isinstance(job.request, messages.PrefixPut):
 
@@ -300,7 +320,7 @@ def _run(
 
     run = backend.start(job.prepared, _left_ms(job))
     trace.begin()
-    result = drive(run, stopped, lambda chunk: post(Said(job, chunk)), trace.stepped)
+    result = drive(run, stopped, lambda chunk: post(ChunkReady(job, chunk)), trace.stepped)
     return final(_queued(result, queue_ms), job.request)
 
 

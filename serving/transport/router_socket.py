@@ -31,9 +31,9 @@ BURST_S = 0.05
 """Time after which no more of them are read: some take long, as large malformed ones do."""
 PATIENCE_S = 5.0
 """A peer that takes none of its results for this long is treated as gone."""
-SEAL_BYTES = 33
+CURVE_OVERHEAD = 33
 """Bytes CURVE adds to a frame before libzmq checks its size: command name, nonce, flags and MAC."""
-HELD = 256
+MAX_HELD = 256
 """Most messages kept for a peer whose socket is full."""
 ROUTER_OPTIONS = {
     zmq.ROUTER_MANDATORY: 1,  # a send to a peer that left fails, instead of being dropped
@@ -50,7 +50,7 @@ Sent = Literal["sent", "held", "dropped", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class ReceivedMessage:
     """A message as received, and the file descriptor of its connection."""
 
     frames: tuple[bytes, ...]
@@ -58,19 +58,19 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ConnectionClosed:
     """A connection was closed."""
 
     fd: int
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldMessages:
     since: float
     messages: deque[list[bytes]] = field(default_factory=deque[list[bytes]])
 
 
-class Door:
+class RouterSocket:
     """The sockets. Only `ring` may be called from other threads than the I/O thread."""
 
     def __init__(self, config: ServeConfig) -> None:
@@ -81,7 +81,7 @@ class Door:
         """
         curve.check(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, _HeldMessages] = {}
         self.last_sent = -math.inf
         """Time of the last send, monotonic, s."""
         self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -108,7 +108,7 @@ class Door:
         router = self._context.socket(zmq.ROUTER)
         for option, value in ROUTER_OPTIONS.items():
             router.setsockopt(option, value)
-        sealed = SEAL_BYTES if config.curve else 0
+        sealed = CURVE_OVERHEAD if config.curve else 0
         router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
         router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
@@ -133,7 +133,7 @@ class Door:
             if self._bell >= 0:
                 os.write(self._bell, b"\0")
 
-    def wait(self, seconds: float) -> Iterator[Letter | Left]:
+    def wait(self, seconds: float) -> Iterator[ReceivedMessage | ConnectionClosed]:
         """Wait for an event, then yield what arrived, oldest first: at most BURST messages, and
         none once the caller has spent BURST_S seconds on those before.
         """
@@ -150,7 +150,7 @@ class Door:
                 return
             yield letter
             if letter.fd in self._gone:
-                yield Left(letter.fd)  # it closed before its last message was read
+                yield ConnectionClosed(letter.fd)  # it closed before its last message was read
             if time.monotonic() >= until:
                 return
 
@@ -169,7 +169,7 @@ class Door:
             user = z85.encode(credentials[0]) if known else b""
             self._zap.send_multipart([version, request, *verdict, user, b""])
 
-    def _leavers(self) -> Iterator[Left]:
+    def _leavers(self) -> Iterator[ConnectionClosed]:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             fd = int(event["value"])
@@ -177,14 +177,14 @@ class Door:
                 self._gone.discard(fd)
             else:
                 self._gone.add(fd)
-                yield Left(fd)
+                yield ConnectionClosed(fd)
 
-    def _receive(self) -> Letter | None:
+    def _receive(self) -> ReceivedMessage | None:
         try:
             frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return Letter(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
+        return ReceivedMessage(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
 
     def send(self, envelope: tuple[bytes, ...], body: bytes, *, droppable: bool = False) -> Sent:
         """Send a message. For a slow peer, drop it if it is droppable and hold it otherwise."""
@@ -196,14 +196,14 @@ class Door:
         if sent == "held":
             if droppable:
                 return "dropped"
-            self._held[envelope[0]] = _Held(time.monotonic(), deque([message]))
+            self._held[envelope[0]] = _HeldMessages(time.monotonic(), deque([message]))
         return sent
 
     @staticmethod
-    def _hold(held: _Held, message: list[bytes], droppable: bool) -> Sent:
+    def _hold(held: _HeldMessages, message: list[bytes], droppable: bool) -> Sent:
         if droppable:
             return "dropped"
-        if len(held.messages) >= HELD:
+        if len(held.messages) >= MAX_HELD:
             return "gone"
         held.messages.append(message)
         return "held"

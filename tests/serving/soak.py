@@ -29,10 +29,10 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, open_session
-from thor_dflash.serving.client import Ask, Message, Options, RemotePlanner
+from thor_dflash.serving.client import Message, Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.server.server import serving
-from thor_dflash.serving.server.workers import be_polite
+from thor_dflash.serving.server.workers import lower_priority
 
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."
@@ -86,7 +86,7 @@ def control(package: str, count: int) -> None:
         def plans() -> None:
             with RemotePlanner(endpoint) as planner:
                 while not over.is_set():
-                    planner.plan(Ask(prompt=PROMPT, max_tokens=256))
+                    planner.plan(PlanRequest(prompt=PROMPT, max_tokens=256))
 
         thread = threading.Thread(target=plans)
         thread.start()
@@ -136,7 +136,7 @@ def overhead(package: str, count: int) -> None:
     sys.setswitchinterval(SWITCH_S)
     pairs: list[tuple[float, float]] = []
     with (
-        ThreadPoolExecutor(1, initializer=be_polite) as pool,
+        ThreadPoolExecutor(1, initializer=lower_priority) as pool,
         serving(lambda: LiveBackend(session, config), config, log=lambda line: None) as running,
         RemotePlanner(running.endpoints[0]) as planner,
     ):
@@ -146,13 +146,13 @@ def overhead(package: str, count: int) -> None:
             request = Request(
                 prompt=prompt, max_tokens=LONGEST, stop=frozenset(session.manifest.stop_tokens)
             )
-            ask = Ask(messages=chat, thinking="off", max_tokens=LONGEST,
+            ask = PlanRequest(messages=chat, thinking="off", max_tokens=LONGEST,
                       parts=("plan", "text", "timings", "tokens"))  # fmt: skip
 
             def loop(request: Request = request) -> list[int]:
                 return [t for chunk in session.generate(request) for t in chunk.tokens]
 
-            def served(ask: Ask = ask) -> list[int]:
+            def served(ask: PlanRequest = ask) -> list[int]:
                 return list(planner.plan(ask).tokens or ())
 
             ways: list[Callable[[], list[int]]] = [lambda: pool.submit(loop).result(), served]
@@ -179,7 +179,7 @@ def cancel(package: str, count: int) -> None:
     chat = [{"role": "user", "content": "Bring the cup to the table. " * 60}]
     with server("--package", package) as (endpoint, _), RemotePlanner(endpoint) as planner:
         limits = planner.hello()["limits"]
-        whole = planner.plan(Ask(prompt=chat[0]["content"], thinking="off", max_tokens=64))
+        whole = planner.plan(PlanRequest(prompt=chat[0]["content"], thinking="off", max_tokens=64))
         assert whole.timings
         robot = Robot(zmq.Context(), endpoint, "r")
         for number in range(count):
@@ -218,7 +218,7 @@ def hostile(package: str, count: int) -> None:
                 start = time.perf_counter()
                 assert planner.ping()["status"] == "ok"
                 times.append(1e3 * (time.perf_counter() - start))
-                assert planner.plan(Ask(prompt="x", priority=9)).status == "ok"
+                assert planner.plan(PlanRequest(prompt="x", priority=9)).status == "ok"
                 served += 1
                 time.sleep(0.005)
             attacked.join()

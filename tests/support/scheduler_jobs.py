@@ -6,12 +6,12 @@ from typing import Any
 
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
-from thor_dflash.serving.server.scheduler import Job, Peer, Schedule
+from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler
 
 
 def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: Any) -> Job:
     """Returns a job that arrived at the time `at`, s. Its session is its id unless one is given."""
-    request = messages.Ask(id=id, prompt="x", **ask)
+    request = messages.PlanRequest(id=id, prompt="x", **ask)
     ms = request.deadline_ms
     return Job(
         request=request,
@@ -22,7 +22,7 @@ def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: 
     )
 
 
-def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
+def queue(books: Scheduler, *jobs: Job) -> list[tuple[str, str]]:
     """Add jobs and accept each, so that they are ready to run. Returns the id and the error code of
     every job that was displaced.
     """
@@ -33,7 +33,7 @@ def queue(books: Schedule, *jobs: Job) -> list[tuple[str, str]]:
     return out
 
 
-def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
+def accept(books: Scheduler, one: Job) -> list[tuple[str, str]]:
     """Accept a job that has arrived; returns what `queue` does."""
     displaced = books.accept(one, 10.0)
     assert all(books.leave(old) for old, _ in displaced)
@@ -41,7 +41,7 @@ def accept(books: Schedule, one: Job) -> list[tuple[str, str]]:
     return [(old.request.id, error.code) for old, error in displaced]
 
 
-def run(books: Schedule) -> str | None:
+def run(books: Scheduler) -> str | None:
     """Let the next job begin; returns its id, or None if none may begin."""
     one = books.next()
     if one is None:
@@ -50,7 +50,7 @@ def run(books: Schedule) -> str | None:
     return one.request.id
 
 
-def full(books: Schedule, **priorities: int) -> None:
+def full(books: Scheduler, **priorities: int) -> None:
     """Queue jobs with these ids and priorities and begin one, which must be "runs"."""
     queue(books, *(job(id, priority=priority) for id, priority in priorities.items()))
     assert run(books) == "runs"
@@ -61,11 +61,11 @@ def urgent(id: str, session: str = "", priority: int = 8) -> Job:
     return job(id, session, priority=priority, preempt="lower")
 
 
-def leave(books: Schedule, id: str) -> None:
+def leave(books: Scheduler, id: str) -> None:
     """Remove the job with this id, which must be in the books."""
     assert books.leave(next(one for one in books.jobs() if one.request.id == id))
 
 
-def waiting(books: Schedule) -> list[str]:
+def waiting(books: Scheduler) -> list[str]:
     """Returns the ids of the jobs that wait, in order."""
     return [one.request.id for one in books.waiting]

@@ -92,7 +92,7 @@ class HeldBackend:
     def warm(self) -> None:
         self.mock.warm()
 
-    def prepare(self, ask: messages.Ask, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
         return self.mock.prepare(ask, left_ms)
 
     def validate(self, request: messages.Validate) -> dict[str, Any]:

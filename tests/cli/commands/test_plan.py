@@ -28,7 +28,7 @@ from thor_dflash.serving.client.retry import PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import LiveBackend
-from thor_dflash.serving.protocol.messages import Ask, Result, Spec, Timings, Usage
+from thor_dflash.serving.protocol.messages import PlanRequest, Result, Spec, Timings, Usage
 
 
 def ask(*args: str) -> None:
@@ -55,8 +55,8 @@ def test_every_option_of_a_plan_is_asked_for_and_no_other() -> None:
     told = {"thinking": "off", "max_tokens": 0, "deadline_ms": 9, "session": "", "prefix_id": "p"}
     words = [str(w) for name, v in told.items() for w in (f"--{name.replace('_', '-')}", v)]
     asked = plan._ask(parser.parse(["plan", "Bring it.", *words]))
-    assert asked == Ask(prompt="Bring it.", stream="text", **told)
-    assert plan._ask(parser.parse(["plan", "x"])) == Ask(prompt="x", stream="text")
+    assert asked == PlanRequest(prompt="Bring it.", stream="text", **told)
+    assert plan._ask(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="text")
 
 
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
@@ -136,7 +136,7 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
 def told() -> list[str]:
     """The texts of the mock's pieces."""
     with LocalPlanner(MockBackend(ServeConfig())) as planner:
-        return [e.text or "" for e in planner.stream(Ask(prompt="x", stream="text"))][:-1]
+        return [e.text or "" for e in planner.stream(PlanRequest(prompt="x", stream="text"))][:-1]
 
 
 @pytest.mark.parametrize("lost", [0, 3, len(told()) - 3, len(told()) - 1])

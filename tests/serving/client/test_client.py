@@ -20,9 +20,9 @@ from support.waiting import until
 
 from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.serving.client import (
-    Ask,
     AsyncPlanner,
     Options,
+    PlanRequest,
     RemotePlanner,
     async_client,
     client,
@@ -33,7 +33,7 @@ from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import curve
 
 NOWHERE = "tcp://127.0.0.1:9"
-STREAM = Ask(prompt="x", stream="all")
+STREAM = PlanRequest(prompt="x", stream="all")
 
 
 def ends(work: Callable[[], object]) -> None:
@@ -100,7 +100,7 @@ def test_a_closed_client_says_so_at_once(house: Any) -> None:
 def test_a_client_ends_where_a_deadline_passed_while_trying() -> None:
     def ask() -> None:
         with RemotePlanner(NOWHERE, Options(timeout_s=0.02)) as planner:
-            list(planner.stream(Ask(prompt="x", deadline_ms=30)))
+            list(planner.stream(PlanRequest(prompt="x", deadline_ms=30)))
 
     with pytest.raises(PlanError) as caught:
         ends(ask)
@@ -168,7 +168,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
         lonely = AsyncPlanner(NOWHERE, Options(timeout_s=5.0))
         stream = planner.stream(STREAM)
         await anext(stream)
-        asks = [Ask(prompt="x", session=f"{i}") for i in range(2)]
+        asks = [PlanRequest(prompt="x", session=f"{i}") for i in range(2)]
         waiting = [asyncio.create_task(planner.plan(asks[0]))]
         while (await planner.simple("health"))["waiting"] < 1:
             await asyncio.sleep(0.002)
@@ -202,7 +202,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
 def test_a_token_of_the_request_goes_before_that_of_the_client(
     own: str | None, usual: str | None, sent: str | None
 ) -> None:
-    for request in (Ask(prompt="x", token=own), messages.Simple(op="ping", token=own)):
+    for request in (PlanRequest(prompt="x", token=own), messages.Simple(op="ping", token=own)):
         body = fill(request, Options(token=usual)).body
         assert msgspec.msgpack.decode(body).get("token") == sent
 
@@ -216,7 +216,7 @@ def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path
 
     async def main() -> None:
         async with AsyncPlanner(server.endpoints[0], Options(token="another")) as planner:
-            stream: Any = planner.stream(Ask(prompt="x", stream="all", token="own"))
+            stream: Any = planner.stream(PlanRequest(prompt="x", stream="all", token="own"))
             await anext(stream)
             await stream.aclose()
             # On the same connection, so it is answered after the `cancel` of the closed stream.
@@ -241,7 +241,7 @@ def test_a_plan_that_is_waited_for_no_longer_is_cancelled(house: Any, kind: str)
         held.let()
         until(lambda: not planner.stats()["running"])
         assert planner.stats()["finished"] == {"cancelled": 1}
-        assert planner.plan(Ask(prompt="x", deadline_ms=20_000)).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x", deadline_ms=20_000)).status == "ok"
 
 
 @pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
@@ -343,7 +343,7 @@ def test_an_answer_to_another_request_is_not_taken() -> None:
         RemotePlanner(endpoint, Options(retries=0)) as planner,
         pytest.raises(PlanError, match=r"the reply must be to .* \(got another\)"),
     ):
-        planner.plan(Ask(prompt="x"))
+        planner.plan(PlanRequest(prompt="x"))
 
 
 def test_a_late_answer_does_not_block_the_next_request(late: str) -> None:
@@ -361,7 +361,7 @@ def test_a_stream_skips_what_is_not_its_own() -> None:
         answering({"another": "wrong", "": "right"}) as endpoint,
         RemotePlanner(endpoint, Options(retries=0)) as planner,
     ):
-        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+        (result,) = planner.stream(PlanRequest(prompt="x", stream="steps"))
     assert result.text == "right"
 
 
@@ -369,12 +369,12 @@ def test_an_answer_has_no_frame_before_its_body() -> None:
     """libzmq aborts the process if a connection is lost between two frames of a message."""
     envelopes: list[list[bytes]] = []
     with answering({"": "right"}, envelopes) as endpoint, RemotePlanner(endpoint) as planner:
-        (result,) = planner.stream(Ask(prompt="x", stream="steps"))
+        (result,) = planner.stream(PlanRequest(prompt="x", stream="steps"))
     assert result.text == "right"
 
     async def ask(endpoint: str) -> messages.Result:
         async with AsyncPlanner(endpoint) as planner:
-            return await planner.plan(Ask(prompt="x"))
+            return await planner.plan(PlanRequest(prompt="x"))
 
     with answering({"": "right"}, envelopes) as endpoint:
         assert asyncio.run(ask(endpoint)).text == "right"

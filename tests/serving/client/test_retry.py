@@ -14,12 +14,12 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import Ask, AsyncPlanner, Options, RemotePlanner
+from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.client.retry import GRACE_S, Tries
 from thor_dflash.serving.protocol import messages
 
 NOWHERE = "tcp://127.0.0.1:9"
-OLD, NEW = Ask(prompt="old"), Ask(prompt="new")
+OLD, NEW = PlanRequest(prompt="old"), PlanRequest(prompt="new")
 
 
 @pytest.fixture
@@ -53,15 +53,19 @@ async def until(what: Callable[[], Awaitable[object]]) -> None:
     ("old", "new", "then"),
     [
         (OLD, NEW, "preempted"),
-        (OLD, Ask(prompt="new", preempt="none"), "preempted"),
-        (Ask(prompt="old", session="arm"), Ask(prompt="new", session="arm"), "preempted"),
-        (Ask(prompt="old", session="arm"), NEW, "stop"),
-        (Ask(prompt="old", preempt="none"), NEW, "stop"),
+        (OLD, PlanRequest(prompt="new", preempt="none"), "preempted"),
+        (
+            PlanRequest(prompt="old", session="arm"),
+            PlanRequest(prompt="new", session="arm"),
+            "preempted",
+        ),
+        (PlanRequest(prompt="old", session="arm"), NEW, "stop"),
+        (PlanRequest(prompt="old", preempt="none"), NEW, "stop"),
     ],
     ids=["client", "polite", "named", "other", "patient"],
 )
 def test_a_plan_that_was_refused_does_not_displace_a_later_one(
-    house: Any, again: asyncio.Event, old: Ask, new: Ask, then: str, over: bool
+    house: Any, again: asyncio.Event, old: PlanRequest, new: PlanRequest, then: str, over: bool
 ) -> None:
     server, held, load = house.held_later()
 
@@ -110,7 +114,7 @@ def test_a_later_plan_that_no_server_took_displaces_nothing(
 
             first = asyncio.create_task(outcome(planner.plan(OLD)))
             await until(asked)
-            assert await outcome(planner.plan(Ask(prompt="x" * 2**21))) == "too_large"
+            assert await outcome(planner.plan(PlanRequest(prompt="x" * 2**21))) == "too_large"
             load.set()
             await until(ready)
             again.set()
@@ -123,9 +127,9 @@ def test_a_later_plan_that_no_server_took_displaces_nothing(
 
 def test_a_deadline_is_less_with_every_try() -> None:
     began = time.monotonic() - 3
-    tries = Tries(Options(), Ask(prompt="x", deadline_ms=60_000), began=began)
+    tries = Tries(Options(), PlanRequest(prompt="x", deadline_ms=60_000), began=began)
     assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
-    late = Tries(Options(), Ask(prompt="x", deadline_ms=2999), began=began)
+    late = Tries(Options(), PlanRequest(prompt="x", deadline_ms=2999), began=began)
     with pytest.raises(PlanError) as caught:
         late.send()
     assert caught.value.code == "deadline"
@@ -133,7 +137,7 @@ def test_a_deadline_is_less_with_every_try() -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
-    ask = Ask(prompt="x", deadline_ms=1)
+    ask = PlanRequest(prompt="x", deadline_ms=1)
 
     async def begun() -> None:
         async with AsyncPlanner(NOWHERE) as planner:
@@ -155,10 +159,10 @@ def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
 
 def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
     began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
-    tries = Tries(options, Ask(prompt="x", deadline_ms=5000), began=began)
+    tries = Tries(options, PlanRequest(prompt="x", deadline_ms=5000), began=began)
     assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
     for request, limit in (
-        (Ask(prompt="x"), 500),
+        (PlanRequest(prompt="x"), 500),
         (messages.PrefixPut(prefix_id="a", system="x"), 500),
         (messages.Simple(op="ping"), 60),
     ):

@@ -17,11 +17,11 @@ from support.waiting import PATIENCE_S, until
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.client import (
-    Ask,
     AsyncPlanner,
     Message,
     Options,
     PlanError,
+    PlanRequest,
     RemotePlanner,
     Result,
     retry,
@@ -33,7 +33,7 @@ from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 every_client = pytest.mark.parametrize("form", ["remote", "asyncio"])
 
 
-def plan(form: str, endpoint: str, options: Options, ask: Ask) -> Result:
+def plan(form: str, endpoint: str, options: Options, ask: PlanRequest) -> Result:
     async def main() -> Result:
         async with AsyncPlanner(endpoint, options) as planner:
             return await planner.plan(ask)
@@ -65,7 +65,7 @@ def test_an_endpoint_that_libzmq_would_take_for_another_is_refused(
     """It takes ports modulo 65536 and ignores letters after them."""
     rule = re.escape(f"endpoint must be tcp://host:port or ipc://path (got {endpoint})")
     with pytest.raises(ConfigError, match=f"^{rule}$"):
-        plan(form, endpoint, Options(retries=0, timeout_s=0.1), Ask(prompt="x"))
+        plan(form, endpoint, Options(retries=0, timeout_s=0.1), PlanRequest(prompt="x"))
 
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:1", "tcp://[::1]:65535", "ipc:///nowhere/plan"])
@@ -76,18 +76,20 @@ def test_every_other_endpoint_is_taken(place: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "field"),
     [
-        (Ask(prompt="\udcff"), "prompt"),
-        (Ask(prompt="x", session="arm\udcff"), "session"),
-        (Ask(prompt="x", prefix_id="\ud800"), "prefix_id"),
-        (Ask(messages=(Message(role="user", content="\udcff"),)), "messages"),
-        (Ask(prompt="x", json_schema={"enum": ["\udcff"]}), "json_schema"),
-        (Ask(prompt="x", metadata={"\udcff": 1}), "metadata"),
+        (PlanRequest(prompt="\udcff"), "prompt"),
+        (PlanRequest(prompt="x", session="arm\udcff"), "session"),
+        (PlanRequest(prompt="x", prefix_id="\ud800"), "prefix_id"),
+        (PlanRequest(messages=(Message(role="user", content="\udcff"),)), "messages"),
+        (PlanRequest(prompt="x", json_schema={"enum": ["\udcff"]}), "json_schema"),
+        (PlanRequest(prompt="x", metadata={"\udcff": 1}), "metadata"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("codec", [JSON, MSGPACK], ids=lambda codec: codec.name)
 @every_client
-def test_what_is_not_utf8_is_not_sent(form: str, codec: Codec, ask: Ask, field: str) -> None:
+def test_what_is_not_utf8_is_not_sent(
+    form: str, codec: Codec, ask: PlanRequest, field: str
+) -> None:
     """Python decodes bytes of a command line that are not UTF-8 as lone surrogates."""
     with pytest.raises(PlanError, match=f"{field} must be UTF-8 .got: surrogates") as caught:
         plan(form, "ipc:///nowhere/plan", Options(codec=codec), ask)
@@ -114,7 +116,7 @@ def test_a_value_of_a_wrong_type_is_refused_as_by_a_server(
     form: str, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=f"^{re.escape(message)}") as caught:
-        plan(form, "ipc:///nowhere/plan", Options(), Ask(prompt="x", **fields))
+        plan(form, "ipc:///nowhere/plan", Options(), PlanRequest(prompt="x", **fields))
     assert (caught.value.code, caught.value.field) == ("bad_request", message.split()[0])
 
 
@@ -124,7 +126,7 @@ def test_a_planner_of_the_same_process_refuses_a_deadline_of_a_wrong_type() -> N
         LocalPlanner(MockBackend(ServeConfig())) as planner,
         pytest.raises(PlanError, match=r'^deadline_ms must be an integer or null \(got "1"\)$'),
     ):
-        planner.plan(Ask(prompt="x", deadline_ms=wrong))
+        planner.plan(PlanRequest(prompt="x", deadline_ms=wrong))
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "plan_timeout_s", "retries", "max_message"])
@@ -140,7 +142,7 @@ def test_an_id_of_the_callers_own_is_not_replaced_in_silence(form: str) -> None:
     """Nobody could cancel the plan by it."""
     rule = r"^id must be left out: the client gives each try its own \(got mine\)$"
     with pytest.raises(PlanError, match=rule) as caught:
-        plan(form, "ipc:///nowhere/plan", Options(), Ask(prompt="x", id="mine"))
+        plan(form, "ipc:///nowhere/plan", Options(), PlanRequest(prompt="x", id="mine"))
     assert (caught.value.code, caught.value.field) == ("bad_request", "id")
 
 
@@ -154,7 +156,7 @@ def test_a_connection_that_never_was_loses_no_request(form: str, house: Any) -> 
     with socket.create_server(("127.0.0.1", 0)) as leaving:
         endpoint = f"tcp://127.0.0.1:{leaving.getsockname()[1]}"
         thread = threading.Thread(
-            target=lambda: answers.append(plan(form, endpoint, options, Ask(prompt="x")))
+            target=lambda: answers.append(plan(form, endpoint, options, PlanRequest(prompt="x")))
         )
         thread.start()
         leaving.accept()[0].close()
@@ -183,7 +185,7 @@ def test_a_connection_lost_just_before_a_request_is_sent_is_not_waited_for(
 
     def ask() -> None:
         with pytest.raises(PlanError) as caught:
-            planner.plan(Ask(prompt="x", deadline_ms=500))
+            planner.plan(PlanRequest(prompt="x", deadline_ms=500))
         refused.append(caught.value)
         planner.close()
 

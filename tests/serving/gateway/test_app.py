@@ -309,8 +309,8 @@ def test_chats_of_one_gateway_do_not_replace_each_other(house: Any) -> None:
 
 
 def test_a_session_of_their_own_has_chats_replace_each_other() -> None:
-    def ask(**fields: object) -> wire.Ask:
-        return openai_words.ask_of(
+    def ask(**fields: object) -> wire.PlanRequest:
+        return openai_words.plan_request(
             openai_words.read(msgspec.json.encode({"messages": CHAT, **fields}))
         )
 

@@ -15,10 +15,10 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.gateway import metrics
 from thor_dflash.serving.gateway.openai_api import (
     STATUS,
-    Completion,
+    ChatRequest,
     StreamOptions,
-    ask_of,
     error,
+    plan_request,
     read,
 )
 from thor_dflash.serving.server.stats import KEPT
@@ -99,7 +99,7 @@ LEFT_OUT = "must be left out: the gateway does not support it"
 def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> None:
     body = msgspec.json.encode({"messages": CHAT, **fields})
     with pytest.raises(PlanError) as caught:
-        ask_of(read(body))
+        plan_request(read(body))
     assert caught.value.message == message
     assert caught.value.field == message.split()[0]
 
@@ -107,7 +107,7 @@ def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     "fields",
     [
-        *({name: None} for name in Completion.__struct_fields__ if name != "messages"),
+        *({name: None} for name in ChatRequest.__struct_fields__ if name != "messages"),
         *({name: None} for name in ("tools", "frequency_penalty", "logit_bias", "store")),
         {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None}]},
         {"response_format": {"type": "text", "json_schema": None}},
@@ -116,7 +116,7 @@ def test_a_refusal_says_what_there_is(fields: dict[str, Any], message: str) -> N
 )
 def test_null_is_as_if_left_out(fields: dict[str, Any]) -> None:
     bare = {"messages": CHAT}
-    asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **fields})]
+    asks = [plan_request(read(msgspec.json.encode(body))) for body in (bare, {**bare, **fields})]
     assert asks[0] == asks[1]
 
 
@@ -126,7 +126,7 @@ def test_null_is_kept_where_it_says_something() -> None:
     options = {"include_usage": None}
     body = {"messages": CHAT, "response_format": format, "stream": True, "stream_options": options}
     asked = read(msgspec.json.encode(body))
-    assert ask_of(asked).json_schema == schema
+    assert plan_request(asked).json_schema == schema
     assert asked.stream_options == StreamOptions()
 
 
@@ -148,7 +148,7 @@ def test_what_is_taken_without_effect_has_none() -> None:
     named = [{**CHAT[0], "name": "Ann"}]
     for extra in ({"user": "u"}, {"seed": 5}, {"messages": named}, {"response_format": more}):
         bare = {"messages": CHAT, "response_format": plain}
-        asks = [ask_of(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
+        asks = [plan_request(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
         assert asks[0] == asks[1]
         assert f"`{next(iter(extra))}" in told
 

@@ -16,8 +16,8 @@ from support.waiting import PATIENCE_S
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.serving.gateway.app import BODY_BYTES, Body, Gateway, _pieces, listen_at
-from thor_dflash.serving.gateway.openai_api import Answer
+from thor_dflash.serving.gateway.app import BODY_BYTES, Gateway, RequestBody, _pieces, listen_at
+from thor_dflash.serving.gateway.openai_api import ResponseHeader
 from thor_dflash.serving.protocol import messages
 
 RESULT = messages.Result(finish_reason="stop", text="{}", plan_valid=True)
@@ -54,9 +54,9 @@ def test_a_port_is_at_most_65535() -> None:
 
 
 def test_a_body_may_be_as_large_as_a_server_takes() -> None:
-    assert len(asyncio.run(Body().read(request(b"x" * BODY_BYTES)))) == BODY_BYTES
+    assert len(asyncio.run(RequestBody().read(request(b"x" * BODY_BYTES)))) == BODY_BYTES
     with pytest.raises(PlanError, match=f"the body must be <= {BODY_BYTES} bytes"):
-        asyncio.run(Body().read(request(b"x" * (BODY_BYTES + 1))))
+        asyncio.run(RequestBody().read(request(b"x" * (BODY_BYTES + 1))))
 
 
 def test_a_server_is_free_as_soon_as_its_answer_is_whole() -> None:
@@ -75,7 +75,9 @@ def test_a_stream_ends_with_the_word_that_clients_wait_for() -> None:
     async def whole() -> list[bytes]:
         events = Fleet().stream(None, "nano")
         _, first = await anext(events)
-        return [piece async for piece in _pieces(first, events, Answer("nano"), usage=False)]
+        return [
+            piece async for piece in _pieces(first, events, ResponseHeader("nano"), usage=False)
+        ]
 
     assert asyncio.run(whole())[-1] == b"data: [DONE]\n\n"
 
@@ -97,7 +99,7 @@ def test_a_client_that_leaves_its_stream_ends_the_plan() -> None:
         fleet = Fleet()
         events = fleet.stream(None, "nano")
         _, first = await anext(events)
-        pieces = _pieces(first, events, Answer("nano"), usage=False)
+        pieces = _pieces(first, events, ResponseHeader("nano"), usage=False)
         await anext(pieces)
         assert fleet.open == 1
         await pieces.aclose()

@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import Ask, Options, Result, retry
+from thor_dflash.serving.client import Options, PlanRequest, Result, retry
 from thor_dflash.serving.gateway import server_pool as fleet_module
-from thor_dflash.serving.gateway.server_pool import Fleet, Member, _look_after, _Turn
+from thor_dflash.serving.gateway.server_pool import Member, ServerPool, _ActivePlan, _look_after
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Slow:
     takes_s: float
     refuses: bool = True
     code: Code = "busy"
-    asked: list[Ask] = field(default_factory=list[Ask])
+    asked: list[PlanRequest] = field(default_factory=list[PlanRequest])
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+    async def stream(self, ask: PlanRequest) -> AsyncIterator[Any]:
         self.asked.append(ask)
         await asyncio.sleep(self.takes_s)
         if self.refuses:
@@ -41,10 +41,10 @@ class Open:
     """A planner whose plans last until it is closed, and that takes at most `takes` of them."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[Ask] = field(default_factory=list[Ask])
+    asked: list[PlanRequest] = field(default_factory=list[PlanRequest])
     takes: int = 9
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+    async def stream(self, ask: PlanRequest) -> AsyncIterator[Any]:
         if len(self.asked) == self.takes:
             raise PlanError("draining", "no more")
         if not self.closed.is_set():
@@ -81,18 +81,18 @@ class Changing:
         }
 
 
-def fleet_of(*planners: Any) -> Fleet:
-    fleet = object.__new__(Fleet)
+def fleet_of(*planners: Any) -> ServerPool:
+    fleet = object.__new__(ServerPool)
     fleet._turns = []
     fleet.members = [Member(f"{i}", planner, model="mock") for i, planner in enumerate(planners)]
     return fleet
 
 
-def answer(ask: Ask, *planners: Slow) -> list[Any]:
+def answer(ask: PlanRequest, *planners: Slow) -> list[Any]:
     return answer_of(fleet_of(*planners), ask)
 
 
-def answer_of(fleet: Fleet, ask: Ask) -> list[Any]:
+def answer_of(fleet: ServerPool, ask: PlanRequest) -> list[Any]:
     async def events() -> list[Any]:
         return [event async for _, event in fleet.stream(ask)]
 
@@ -101,7 +101,7 @@ def answer_of(fleet: Fleet, ask: Ask) -> list[Any]:
 
 def test_the_next_server_gets_what_is_left_of_the_deadline() -> None:
     first, second, third = Slow(0.02), Slow(0.02), Slow(0.0, refuses=False)
-    (event,) = answer(Ask(prompt="x", deadline_ms=60_000), first, second, third)
+    (event,) = answer(PlanRequest(prompt="x", deadline_ms=60_000), first, second, third)
     assert event.finish_reason == "stop"
     left = [planner.asked[0].deadline_ms or 0 for planner in (first, second, third)]
     assert left[0] <= 60_000
@@ -112,7 +112,7 @@ def test_the_next_server_gets_what_is_left_of_the_deadline() -> None:
 def test_nothing_is_asked_when_the_deadline_has_passed() -> None:
     first, second = Slow(0.02), Slow(0.0, refuses=False)
     with pytest.raises(PlanError) as caught:
-        answer(Ask(prompt="x", deadline_ms=10), first, second)
+        answer(PlanRequest(prompt="x", deadline_ms=10), first, second)
     assert caught.value.code == "deadline"
     assert (len(first.asked), second.asked) == (1, [])
 
@@ -122,15 +122,15 @@ def test_a_refusal_says_more_than_a_server_that_is_not_there(others: tuple[Code,
     for codes in set(permutations(("busy", *others))):
         planners = [Slow(0.0, code=code) for code in codes]
         with pytest.raises(PlanError) as caught:
-            answer(Ask(prompt="x"), *planners)
+            answer(PlanRequest(prompt="x"), *planners)
         assert caught.value.code == next(code for code in codes if code != "unreachable")
         assert [len(planner.asked) for planner in planners] == [1, 1, 1]
 
 
 def test_without_a_deadline_none_is_made_up() -> None:
     first, second = Slow(0.0), Slow(0.0, refuses=False)
-    answer(Ask(prompt="x"), first, second)
-    assert second.asked == [Ask(prompt="x")]
+    answer(PlanRequest(prompt="x"), first, second)
+    assert second.asked == [PlanRequest(prompt="x")]
 
 
 def test_a_server_that_has_answered_or_refused_is_as_free_as_before() -> None:
@@ -139,11 +139,11 @@ def test_a_server_that_has_answered_or_refused_is_as_free_as_before() -> None:
     for refuses in (False, True, False):
         first.refuses = refuses
         with suppress(PlanError):
-            answer_of(fleet, Ask(prompt="x"))
+            answer_of(fleet, PlanRequest(prompt="x"))
     assert (len(first.asked), len(second.asked)) == (3, 1), "of equals the first"
 
 
-def begin(fleet: Fleet, ask: Ask) -> asyncio.Task[Any]:
+def begin(fleet: ServerPool, ask: PlanRequest) -> asyncio.Task[Any]:
     async def first() -> None:
         await anext(fleet.stream(ask))
 
@@ -156,7 +156,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-ARM, LEG = Ask(prompt="x", session="arm"), Ask(prompt="x", session="leg")
+ARM, LEG = PlanRequest(prompt="x", session="arm"), PlanRequest(prompt="x", session="leg")
 
 
 def test_a_session_stays_where_it_has_plans_and_no_longer() -> None:
@@ -192,7 +192,7 @@ def test_a_session_goes_elsewhere_only_where_its_own_server_takes_no_plans(
 ) -> None:
     home, other = Slow(0.0, code=code), Slow(0.0, refuses=False)
     fleet = fleet_of(other, home)
-    fleet._turns = [_Turn(ARM, "", 0.0, fleet.members[1])]
+    fleet._turns = [_ActivePlan(ARM, "", 0.0, fleet.members[1])]
     with suppress(PlanError):
         answer_of(fleet, ARM)
     assert (len(home.asked), len(other.asked)) == (1, elsewhere)
@@ -234,7 +234,7 @@ class WithoutPrefix:
     message: str = "prefix_id must be a pinned prefix"
     asked: int = 0
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+    async def stream(self, ask: PlanRequest) -> AsyncIterator[Any]:
         self.asked += 1
         raise PlanError("bad_request", self.message, field="prefix_id")
         yield
@@ -243,7 +243,7 @@ class WithoutPrefix:
         pass
 
 
-SKILLS = Ask(prompt="x", prefix_id="skills")
+SKILLS = PlanRequest(prompt="x", prefix_id="skills")
 
 
 def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None:
@@ -344,7 +344,7 @@ def test_closing_takes_no_plan_from_one_server_to_the_next() -> None:
     fleet = fleet_of(first, second)
 
     async def main() -> None:
-        plan = asyncio.ensure_future(anext(fleet.stream(Ask(prompt="x"))))
+        plan = asyncio.ensure_future(anext(fleet.stream(PlanRequest(prompt="x"))))
         while not first.asked:
             await asyncio.sleep(0)
         await fleet.close()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import Ask, Options, Result
+from thor_dflash.serving.client import Options, PlanRequest, Result
 from thor_dflash.serving.gateway import server_pool as fleets
-from thor_dflash.serving.gateway.server_pool import Fleet, Member, _look_after, _Turn
+from thor_dflash.serving.gateway.server_pool import Member, ServerPool, _ActivePlan, _look_after
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Server:
     hangs: bool = False
     ready: bool = True
     options: Options = field(default_factory=Options)
-    asked: list[Ask] = field(default_factory=list[Ask])
+    asked: list[PlanRequest] = field(default_factory=list[PlanRequest])
 
     async def simple(self, op: str) -> dict[str, Any]:
         if self.hangs:
@@ -33,20 +33,20 @@ class Server:
         limits = {"max_message": 9}
         return {"model": {"model": self.name}, "limits": limits, "prefixes": []}
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Any]:
+    async def stream(self, ask: PlanRequest) -> AsyncIterator[Any]:
         self.asked.append(ask)
         if self.hangs:
             await asyncio.sleep(60)
         yield Result(finish_reason="stop")
 
 
-def fleet_of(*members: Member) -> Fleet:
-    fleet = object.__new__(Fleet)
+def fleet_of(*members: Member) -> ServerPool:
+    fleet = object.__new__(ServerPool)
     fleet._turns, fleet.members = [], list(members)
     return fleet
 
 
-async def answered(fleet: Fleet, ask: Ask, model: str = "") -> list[tuple[str, Any]]:
+async def answered(fleet: ServerPool, ask: PlanRequest, model: str = "") -> list[tuple[str, Any]]:
     return [(member.model, event) async for member, event in fleet.stream(ask, model)]
 
 
@@ -59,10 +59,10 @@ def test_a_server_that_came_back_with_another_model_gets_no_plan_for_the_old_one
     server = Server("new")
     fleet = fleet_of(Member("a", server, model="old", unsure=True))  # type: ignore[arg-type]
     with pytest.raises(PlanError):
-        asyncio.run(answered(fleet, Ask(prompt="x"), "old"))
+        asyncio.run(answered(fleet, PlanRequest(prompt="x"), "old"))
     assert server.asked == []
     assert not fleet.serves("old")
-    assert [name for name, _ in asyncio.run(answered(fleet, Ask(prompt="x")))] == ["new"]
+    assert [name for name, _ in asyncio.run(answered(fleet, PlanRequest(prompt="x")))] == ["new"]
 
 
 def test_a_session_leaves_a_server_that_hangs() -> None:
@@ -70,8 +70,8 @@ def test_a_session_leaves_a_server_that_hangs() -> None:
         stuck, free = Server("m", hangs=True), Server("m")
         home = Member("a", stuck, model="m", unsure=True)  # type: ignore[arg-type]
         fleet = fleet_of(home, Member("b", free, model="m", ready=True))  # type: ignore[arg-type]
-        ask = Ask(prompt="x", session="arm")
-        fleet._turns.append(_Turn(ask, "", 0.0, home))  # the session's plan before
+        ask = PlanRequest(prompt="x", session="arm")
+        fleet._turns.append(_ActivePlan(ask, "", 0.0, home))  # the session's plan before
         [(_, event)] = await answered(fleet, ask)
         assert event.finish_reason == "stop"
         assert (len(stuck.asked), len(free.asked)) == (0, 1)

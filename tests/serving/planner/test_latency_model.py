@@ -12,7 +12,7 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import Ask
+from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, Rates
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, admit
@@ -147,7 +147,7 @@ def test_a_machine_that_was_slow_for_a_minute_is_trusted_again(house: Any, local
             reply = peer.ask(op="plan", id=f"{number}", prompt="x", deadline_ms=60_000)
             return str(reply.get("code") or reply["status"])
         try:
-            return LocalPlanner(backend).plan(Ask(prompt="x", deadline_ms=60_000)).status
+            return LocalPlanner(backend).plan(PlanRequest(prompt="x", deadline_ms=60_000)).status
         except PlanError as e:
             return e.code
 
@@ -183,6 +183,6 @@ def test_a_local_deadline_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(backend, "prepare", slow)
     with pytest.raises(PlanError) as caught:
-        LocalPlanner(backend).plan(Ask(prompt="x", deadline_ms=1000))
+        LocalPlanner(backend).plan(PlanRequest(prompt="x", deadline_ms=1000))
     assert caught.value.min_ms is not None
     assert caught.value.min_ms >= 5100

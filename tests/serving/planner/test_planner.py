@@ -21,12 +21,12 @@ import zmq
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.client import (
-    Ask,
     AsyncPlanner,
     Chunk,
     Message,
     Options,
     PlanError,
+    PlanRequest,
     RemotePlanner,
     Result,
     client,
@@ -57,11 +57,11 @@ class AsyncBehindSync:
 
         return asyncio.run(main())
 
-    def plan(self, ask: Ask) -> Result:
+    def plan(self, ask: PlanRequest) -> Result:
         result: Result = self._run(lambda planner: planner.plan(ask))
         return result
 
-    def stream(self, ask: Ask) -> Any:
+    def stream(self, ask: PlanRequest) -> Any:
         async def work(planner: AsyncPlanner) -> list[Any]:
             return [event async for event in planner.stream(ask)]
 
@@ -89,7 +89,7 @@ def planner(request: pytest.FixtureRequest, house: Any) -> Any:
 
 
 def test_a_plan(planner: Planner) -> None:
-    result = planner.plan(Ask(prompt="Bring the cup.", generation=3, metadata={"a": [1]}))
+    result = planner.plan(PlanRequest(prompt="Bring the cup.", generation=3, metadata={"a": [1]}))
     assert (result.status, result.finish_reason) == ("ok", "stop")
     assert result.plan == msgspec.json.decode(PLAN)
     assert (result.generation, result.metadata) == (3, {"a": [1]})
@@ -98,12 +98,12 @@ def test_a_plan(planner: Planner) -> None:
 
 def test_a_chat(planner: Planner) -> None:
     chat = (Message(role="system", content="Plan."), Message(role="user", content="The cup."))
-    assert planner.plan(Ask(messages=chat, thinking="off")).usage.thinking_tokens == 0
+    assert planner.plan(PlanRequest(messages=chat, thinking="off")).usage.thinking_tokens == 0
 
 
 def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
     *chunks, last = planner.stream(
-        Ask(prompt="x", stream="all", parts=("plan", "text", "thinking", "tokens"))
+        PlanRequest(prompt="x", stream="all", parts=("plan", "text", "thinking", "tokens"))
     )
     assert isinstance(last, Result)
     assert all(isinstance(chunk, Chunk) for chunk in chunks)
@@ -112,43 +112,43 @@ def test_a_stream_says_what_the_result_says(planner: Planner) -> None:
     assert steps == last.plan["steps"]
     text = "".join(chunk.text or "" for chunk in chunks if chunk.kind == "text")
     assert text.rstrip() == last.text
-    whole = planner.plan(Ask(prompt="x", parts=("plan", "text", "thinking", "tokens")))
+    whole = planner.plan(PlanRequest(prompt="x", parts=("plan", "text", "thinking", "tokens")))
     assert (whole.text, whole.thinking, whole.tokens) == (last.text, last.thinking, last.tokens)
 
 
 @pytest.mark.parametrize(
     ("ask", "code", "field"),
     [
-        (Ask(), "bad_request", "prompt"),
-        (Ask(prompt="x", temperature=0.5), "bad_request", "temperature"),
-        (Ask(prompt="x " * 9000), "prompt_too_long", "prompt"),
-        (Ask(prompt="x", json_schema={"type": 7}), "schema_invalid", "json_schema"),
-        (Ask(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
-        (Ask(prompt="x", deadline_ms=0), "bad_request", "deadline_ms"),
-        (Ask(prompt="x", deadline_ms=-5), "bad_request", "deadline_ms"),
+        (PlanRequest(), "bad_request", "prompt"),
+        (PlanRequest(prompt="x", temperature=0.5), "bad_request", "temperature"),
+        (PlanRequest(prompt="x " * 9000), "prompt_too_long", "prompt"),
+        (PlanRequest(prompt="x", json_schema={"type": 7}), "schema_invalid", "json_schema"),
+        (PlanRequest(prompt="x", prefix_id="none"), "bad_request", "prefix_id"),
+        (PlanRequest(prompt="x", deadline_ms=0), "bad_request", "deadline_ms"),
+        (PlanRequest(prompt="x", deadline_ms=-5), "bad_request", "deadline_ms"),
         # Too short for the prompt, but not over before a busy machine looks at the request.
-        (Ask(prompt="x " * 4000, deadline_ms=200), "deadline_infeasible", "deadline_ms"),
+        (PlanRequest(prompt="x " * 4000, deadline_ms=200), "deadline_infeasible", "deadline_ms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refusals(planner: Planner, ask: Ask, code: str, field: str) -> None:
+def test_refusals(planner: Planner, ask: PlanRequest, code: str, field: str) -> None:
     for answer in (planner.plan, lambda ask: list(planner.stream(ask))):
         with pytest.raises(PlanError) as caught:
             answer(ask)
         assert (caught.value.code, caught.value.field) == (code, field)
         assert (caught.value.min_ms is not None) == (code == "deadline_infeasible")
-    assert planner.plan(Ask(prompt="x")).status == "ok", "and goes on"
+    assert planner.plan(PlanRequest(prompt="x")).status == "ok", "and goes on"
 
 
 def test_a_deadline_gives_the_part_that_is_whole(planner: Planner) -> None:
-    slow = Ask(prompt="x", thinking_budget=1000, deadline_ms=50, on_deadline="partial")
+    slow = PlanRequest(prompt="x", thinking_budget=1000, deadline_ms=50, on_deadline="partial")
     result = planner.plan(slow)
     assert (result.status, result.finish_reason) == ("partial", "deadline")
     assert result.plan is None or result.plan["steps"]
 
 
 def test_a_limit_of_tokens_gives_the_part_that_is_whole(planner: Planner) -> None:
-    result = planner.plan(Ask(prompt="x", max_tokens=20))
+    result = planner.plan(PlanRequest(prompt="x", max_tokens=20))
     assert (result.status, result.finish_reason) == ("partial", "length")
     assert len(result.plan["steps"]) == 1
 
@@ -185,9 +185,9 @@ def test_a_late_answer_is_never_the_next_ones(house: Any) -> None:
     options = Options(plan_timeout_s=0.3, retries=0)
     with RemotePlanner(f"tcp://127.0.0.1:{port}", options) as planner:
         with pytest.raises(PlanError) as caught:
-            planner.plan(Ask(prompt="first"))
+            planner.plan(PlanRequest(prompt="first"))
         assert caught.value.code == "deadline"
-        assert planner.plan(Ask(prompt="second")).text == "fresh"
+        assert planner.plan(PlanRequest(prompt="second")).text == "fresh"
     thread.join(20)
     assert msgspec.msgpack.decode(late[0][-1])["id"] != msgspec.msgpack.decode(late[1][-1])["id"]
     router.close()
@@ -200,7 +200,9 @@ def test_a_client_waits_for_a_server_that_comes_later_and_comes_back(
     endpoint = f"ipc://{tmp_path}/plan"
     with RemotePlanner(endpoint, Options(timeout_s=20.0)) as planner:
         answers: list[Result] = []
-        thread = threading.Thread(target=lambda: answers.append(planner.plan(Ask(prompt="x"))))
+        thread = threading.Thread(
+            target=lambda: answers.append(planner.plan(PlanRequest(prompt="x")))
+        )
         thread.start()
         time.sleep(0.05)
         first = house.mock(bind=(endpoint,))
@@ -209,7 +211,7 @@ def test_a_client_waits_for_a_server_that_comes_later_and_comes_back(
         first.stop()
         wait_until_free(endpoint)
         house.mock(bind=(endpoint,))
-        assert planner.plan(Ask(prompt="x")).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x")).status == "ok"
 
 
 def wait_until_free(endpoint: str) -> None:
@@ -234,14 +236,14 @@ def test_busy_is_tried_again_and_a_refusal_is_not(house: Any) -> None:
         while planner.health()["waiting"] < 1:
             time.sleep(0.002)
         with pytest.raises(PlanError) as caught:
-            planner.plan(Ask(prompt="x"))
+            planner.plan(PlanRequest(prompt="x"))
         assert caught.value.code == "busy"
     with RemotePlanner(server.endpoints[0], Options(retries=100)) as planner:
         threading.Timer(0.1, held.let).start()
-        assert planner.plan(Ask(prompt="x")).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x")).status == "ok"
         before = planner.stats()["requests"]["plan"]
         with pytest.raises(PlanError, match="prompt"):
-            planner.plan(Ask())
+            planner.plan(PlanRequest())
         assert planner.stats()["requests"]["plan"] == before + 1
 
 
@@ -256,7 +258,7 @@ def test_a_server_that_warms_up_is_waited_for(house: Any) -> None:
     server = house.load(lambda: Slow(config), config)
     with RemotePlanner(server.endpoints[0], Options(retries=1)) as planner:
         threading.Timer(1.2, warm.set).start()
-        assert planner.plan(Ask(prompt="x")).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x")).status == "ok"
         assert planner.stats()["refused"]["not_ready"] > 1
     warm.clear()
 
@@ -265,7 +267,7 @@ def test_closing_a_stream_cancels_it(house: Any) -> None:
     server, held = house.held()
     with RemotePlanner(server.endpoints[0]) as planner:
         held.let(2)
-        stream = planner.stream(Ask(prompt="x", stream="all"))
+        stream = planner.stream(PlanRequest(prompt="x", stream="all"))
         next(stream)
         assert held.waiting.wait(20)
         stream.close()  # type: ignore[attr-defined]
@@ -287,10 +289,10 @@ def test_a_local_stream_that_nobody_reads_starts_nothing() -> None:
             return super().start(prepared, left_ms)
 
     with LocalPlanner(Counting(ServeConfig())) as planner:
-        stream: Any = planner.stream(Ask(prompt="x", stream="all"))
+        stream: Any = planner.stream(PlanRequest(prompt="x", stream="all"))
         stream.close()
         assert not started
-        next(iter(planner.stream(Ask(prompt="x", stream="all"))))
+        next(iter(planner.stream(PlanRequest(prompt="x", stream="all"))))
         assert len(started) == 1
 
 
@@ -299,7 +301,7 @@ def test_asyncio_streams_and_controls_at_once(house: Any) -> None:
 
     async def main() -> None:
         async with AsyncPlanner(server.endpoints[0]) as planner:
-            asks = [Ask(prompt="x", session=f"{i}") for i in range(3)]
+            asks = [PlanRequest(prompt="x", session=f"{i}") for i in range(3)]
             plans = [asyncio.create_task(planner.plan(ask)) for ask in asks]
             while (await planner.simple("health"))["waiting"] < 2:
                 await asyncio.sleep(0.002)
@@ -318,7 +320,7 @@ def test_a_server_that_is_not_there_is_said_to_be_so() -> None:
     with RemotePlanner("tcp://127.0.0.1:9", Options(timeout_s=0.1, retries=0)) as planner:
         begin = time.monotonic()
         with pytest.raises(PlanError, match="no connection could be made"):
-            planner.plan(Ask(prompt="x"))
+            planner.plan(PlanRequest(prompt="x"))
         assert time.monotonic() - begin < 60, "a connection is not waited for as a plan is"
 
 
@@ -342,7 +344,7 @@ def test_a_reply_that_came_before_the_connection_was_lost_is_read(
     ready = SimpleNamespace(register=lambda *_: None, poll=lambda _: True)
     monkeypatch.setattr(client.zmq, "Poller", lambda: ready)
     monkeypatch.setattr(client, "recv_monitor_message", lambda _: {"event": events.pop()})
-    line = object.__new__(client._Line)
+    line = object.__new__(client._Connection)
     line._endpoint, line._seen, line._lost = "inproc://x", zmq.EVENT_HANDSHAKE_SUCCEEDED, False
     line._socket = SimpleNamespace(recv_multipart=take)  # type: ignore[assignment]
     line._monitor = SimpleNamespace(poll=lambda _: look(events))  # type: ignore[assignment]
@@ -386,9 +388,9 @@ def test_a_mock_says_how_its_thinking_ended() -> None:
     backend = MockBackend(ServeConfig())
     planner = LocalPlanner(backend)
     for budget, closed in ((0, ""), (8, "hard"), (1000, "natural")):
-        result = planner.plan(Ask(prompt="x", thinking_budget=budget))
+        result = planner.plan(PlanRequest(prompt="x", thinking_budget=budget))
         assert result.thinking_closed == closed
-    run = backend.start(backend.prepare(Ask(prompt="x"), None), None)
+    run = backend.start(backend.prepare(PlanRequest(prompt="x"), None), None)
     for _ in range(2):
         run.step()
     assert run.result("deadline").thinking_closed == "", "it did not end"

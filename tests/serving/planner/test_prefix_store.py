@@ -25,14 +25,14 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.session.prefix_cache import Prefixes
 from thor_dflash.runtime.session.prefix_file import MAGIC
-from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.prefix_store import Shelf
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.server.server import serving
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
-ASK = Ask(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
+ASK = PlanRequest(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",))
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 
 

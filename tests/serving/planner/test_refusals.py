@@ -13,7 +13,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.planner.session_backend import LiveBackend
-from thor_dflash.serving.protocol.messages import Ask, Validate
+from thor_dflash.serving.protocol.messages import PlanRequest, Validate
 from thor_dflash.serving.protocol.validation import MESSAGE
 
 
@@ -30,7 +30,9 @@ def test_a_schema_behind_another_that_is_being_compiled_may_be_sent_again(
     assert compiler is not None
     monkeypatch.setattr(compiler, "seconds", 0.05)
     with compiler._compiler, pytest.raises(PlanError, match="compiled on its own") as caught:
-        backend.prepare(Ask(prompt="x", json_schema={"type": "object", "title": "new"}), None)
+        backend.prepare(
+            PlanRequest(prompt="x", json_schema={"type": "object", "title": "new"}), None
+        )
     assert (caught.value.code, caught.value.field) == ("busy", "json_schema")
     assert caught.value.retryable
     assert caught.value.retry_after_ms
@@ -40,17 +42,17 @@ def test_a_refused_schema_repeats_no_name_of_any_length_or_content(backend: Live
     for name in ("n" * 10**5, "n\x1b[31m"):
         for schema in ({name: 1}, {"properties": {name: {"not": {}}}}):
             with pytest.raises(PlanError, match="supported keywords only") as caught:
-                backend.prepare(Ask(prompt="x", json_schema=schema), None)
+                backend.prepare(PlanRequest(prompt="x", json_schema=schema), None)
             assert len(caught.value.message) <= MESSAGE
             assert caught.value.message.isprintable()
 
 
 def test_a_plan_too_long_names_each_part_as_it_was_given(backend: LiveBackend) -> None:
     with pytest.raises(PlanError) as caught:
-        backend.prepare(Ask(prompt="x", max_tokens=9999, thinking="off"), None)
+        backend.prepare(PlanRequest(prompt="x", max_tokens=9999, thinking="off"), None)
     assert re.search(r"^prompt and max_tokens together .*\+ 9999 = \d+\)$", caught.value.message)
     with pytest.raises(PlanError) as caught:
-        backend.prepare(Ask(prompt="x", max_tokens=9999, thinking="on"), None)
+        backend.prepare(PlanRequest(prompt="x", max_tokens=9999, thinking="on"), None)
     told = caught.value.message
     assert "the message that closes the thinking" in told
     numbers = [int(n) for n in re.findall(r"\d+", told.partition("(got ")[2])]

@@ -17,7 +17,7 @@ STEP = '{"goal": "tidy", "steps": [{"id": 1, "skill": "wait", "args": {}}, {"id"
 def ended(
     finish: messages.Finish, text: str, schema: dict[str, object] = SCHEMA
 ) -> messages.Result:
-    ask = messages.Ask(prompt="go", json_schema=schema)
+    ask = messages.PlanRequest(prompt="go", json_schema=schema)
     prepared = MockBackend(ServeConfig()).prepare(ask, None)
     decoded = Decoded(
         finish=finish,

@@ -16,7 +16,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serving.planner import session_backend
 from thor_dflash.serving.planner.session_backend import SELF_TOKENS, LiveBackend
-from thor_dflash.serving.protocol.messages import Ask
+from thor_dflash.serving.protocol.messages import PlanRequest
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
 SHORT = ServeConfig(thinking="off", max_tokens=8)
@@ -93,12 +93,12 @@ def test_a_default_length_that_no_plan_has_room_for_is_refused(
     most = int(re.findall(r"\d+", told)[0])
     fits = LiveBackend(session, replace(config, max_tokens=most))
     fits.warm()
-    assert fits.prepare(Ask(prompt="x"), None).thinks == (not off)
+    assert fits.prepare(PlanRequest(prompt="x"), None).thinks == (not off)
     longer = LiveBackend(session, replace(config, max_tokens=most + 1))
     with pytest.raises(ConfigError, match=f"at most {most}"):
         longer.warm()
     with pytest.raises(PlanError, match=r"together must be <="):
-        longer.prepare(Ask(prompt="x"), None)
+        longer.prepare(PlanRequest(prompt="x"), None)
 
 
 def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(

@@ -14,7 +14,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.serving.client import Ask, Message, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
@@ -61,7 +61,7 @@ def test_a_schema_that_waits_for_another_one_may_be_sent_again(
 
     monkeypatch.setattr(type(session), "grammar", busy)
     with pytest.raises(PlanError) as caught:
-        backend.prepare(Ask(prompt="x", json_schema=PLAN), None)
+        backend.prepare(PlanRequest(prompt="x", json_schema=PLAN), None)
     error = caught.value
     assert (error.code, error.field, error.retry_after_ms) == (
         "busy",
@@ -72,7 +72,7 @@ def test_a_schema_that_waits_for_another_one_may_be_sent_again(
 
 def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) -> None:
     planner = LocalPlanner(backend)
-    ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "text", "timings"))
+    ask = PlanRequest(prompt="Pick the mug.", thinking="off", parts=("tokens", "text", "timings"))
     result = planner.plan(ask)
     assert list(result.tokens or ()) == alone(session, "Pick the mug.", 40)
     assert result.finish_reason in ("length", "stop")
@@ -83,18 +83,20 @@ def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) 
 
 def test_answer_tokens_and_thinking_are_counted_apart(backend: LiveBackend) -> None:
     planner = LocalPlanner(backend)
-    result = planner.plan(Ask(prompt="x", thinking_budget=9, max_tokens=7, parts=("thinking",)))
+    result = planner.plan(
+        PlanRequest(prompt="x", thinking_budget=9, max_tokens=7, parts=("thinking",))
+    )
     assert result.usage.output_tokens <= 7
     assert result.usage.thinking_tokens >= 9
     assert result.thinking_closed == "hard"
-    off = planner.plan(Ask(prompt="x", thinking_budget=0, max_tokens=7))
+    off = planner.plan(PlanRequest(prompt="x", thinking_budget=0, max_tokens=7))
     assert off.usage.thinking_tokens == 0
 
 
 def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
     planner = LocalPlanner(backend)
     for budget in (0, 5):
-        ask = Ask(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
+        ask = PlanRequest(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
         *chunks, result = planner.stream(structs.replace(ask, stream="steps"))
         assert (result.status, result.plan_valid) == ("ok", True), result
         assert Checker(PLAN).valid(result.plan)
@@ -105,7 +107,7 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
 def test_a_plan_that_ends_early_is_still_no_broken_json(
     backend: LiveBackend, max_tokens: int, steps: int
 ) -> None:
-    ask = Ask(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
+    ask = PlanRequest(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
     whole = LocalPlanner(backend).plan(ask)
     result = LocalPlanner(backend).plan(structs.replace(ask, max_tokens=max_tokens))
     assert result.status == ("partial" if result.finish_reason == "length" else "ok")
@@ -115,7 +117,7 @@ def test_a_plan_that_ends_early_is_still_no_broken_json(
 
 def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
     with pytest.raises(PlanError) as caught:
-        LocalPlanner(backend).plan(Ask(prompt="x", json_schema={"not": {"type": "null"}}))
+        LocalPlanner(backend).plan(PlanRequest(prompt="x", json_schema={"not": {"type": "null"}}))
     assert caught.value.code == "schema_unsupported"
 
 
@@ -155,7 +157,7 @@ def test_a_schema_under_which_there_is_no_plan_is_refused(
         with pytest.raises(
             PlanError, match=r"json_schema must allow an object, .* \(got"
         ) as caught:
-            each.prepare(Ask(prompt="x", json_schema=schema), None)
+            each.prepare(PlanRequest(prompt="x", json_schema=schema), None)
         assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
         with pytest.raises(PlanError, match=r"json_schema must allow an object, .* \(got"):
             each.validate(Validate(json_schema=schema))
@@ -172,14 +174,14 @@ def test_a_schema_under_which_there_may_be_a_plan_is_taken(
 def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> None:
     limit = backend.session.model.limit
     with pytest.raises(PlanError, match=f"<= {limit}") as caught:
-        LocalPlanner(backend).plan(Ask(prompt="word " * 3000))
+        LocalPlanner(backend).plan(PlanRequest(prompt="word " * 3000))
     assert caught.value.code == "prompt_too_long"
 
 
 def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBackend) -> None:
     limit, closing = backend.session.model.limit, len(backend.text.encode(backend._close))
     assert closing
-    ask = Ask(prompt="x", thinking="on", thinking_budget=9)
+    ask = PlanRequest(prompt="x", thinking="on", thinking_budget=9)
     used = len(backend.prepare(ask, None).prompt) + closing
     for room in (9, 8, 0):
         tight = backend.prepare(structs.replace(ask, max_tokens=limit - used - room), None)
@@ -188,7 +190,7 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBacke
     with pytest.raises(PlanError) as caught:
         backend.prepare(structs.replace(ask, max_tokens=limit - used + 1), None)
     assert caught.value.code == "prompt_too_long"
-    plain = Ask(prompt="x", thinking="off")
+    plain = PlanRequest(prompt="x", thinking="off")
     used = len(backend.prepare(plain, None).prompt)
     assert backend.prepare(structs.replace(plain, max_tokens=limit - used), None).budget == 0
     with pytest.raises(PlanError, match=f"<= {limit}"):
@@ -198,7 +200,7 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBacke
 def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
     backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = Ask(prompt="x", accept_mode="relaxed_thinking")
+    ask = PlanRequest(prompt="x", accept_mode="relaxed_thinking")
     assert backend.prepare(ask, None).thinks
     alone = replace(backend.session.manifest, drafter=None)
     monkeypatch.setattr(backend.session.model, "manifest", alone)
@@ -210,7 +212,7 @@ def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
 def test_what_the_session_would_refuse_is_refused_before_others_make_way(
     backend: LiveBackend,
 ) -> None:
-    ask = Ask(prompt="x", thinking_budget=9, max_tokens=100)
+    ask = PlanRequest(prompt="x", thinking_budget=9, max_tokens=100)
     backend._close = "Enough.\n</think>Well: "
     assert backend.prepare(ask, None).thinks
     with pytest.raises(PlanError, match="at most a blank line after </think>"):
@@ -243,7 +245,7 @@ def test_memory_for_prefixes_is_counted_in_megabytes(session: Session) -> None:
 
 
 def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
-    ask = Ask(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
+    ask = PlanRequest(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
     whole = LocalPlanner(backend).plan(ask).tokens
     for stop_after in (0, 1, 2, 5):
         steps = 0
@@ -263,7 +265,7 @@ def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None
 def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend) -> None:
     planner = LocalPlanner(backend)
     chat = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
-    ask = Ask(messages=chat, thinking_budget=4, parts=("tokens",))
+    ask = PlanRequest(messages=chat, thinking_budget=4, parts=("tokens",))
     cold = planner.plan(ask)
     put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     assert put["tokens"] > put["held"] > 0
@@ -277,7 +279,10 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
     assert cold.usage.cached_tokens == 0
     assert warm.usage.cached_tokens == named.usage.cached_tokens == put["held"]
     assert warm.tokens == named.tokens == cold.tokens
-    for wrong in (Ask(prompt="x", prefix_id="arm"), Ask(prompt="x", prefix_id="leg")):
+    for wrong in (
+        PlanRequest(prompt="x", prefix_id="arm"),
+        PlanRequest(prompt="x", prefix_id="leg"),
+    ):
         with pytest.raises(PlanError) as caught:
             planner.plan(wrong)
         assert caught.value.field == "prefix_id"
@@ -293,8 +298,8 @@ def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
     it: Backend = MockBackend(CONFIG) if mock else backend
     it.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     chat = (Message(role="system", content=SYSTEM), Message(role="user", content="x"))
-    automatic = it.prepare(Ask(messages=chat, max_tokens=4), None)
-    insists = it.prepare(Ask(messages=chat, max_tokens=4, prefix_id="arm"), None)
+    automatic = it.prepare(PlanRequest(messages=chat, max_tokens=4), None)
+    insists = it.prepare(PlanRequest(messages=chat, max_tokens=4, prefix_id="arm"), None)
     it.start(insists, None).close()
     assert it.drop("arm")
     with pytest.raises(PlanError, match="was dropped before its put was answered"):
@@ -309,7 +314,7 @@ def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
 
 def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
-    ask = Ask(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
+    ask = PlanRequest(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
     room = backend.rates.thinking_room(60.0, len(prepared.prompt), 20)
@@ -327,7 +332,7 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> No
 def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: int) -> None:
     backend = LiveBackend(session, replace(CONFIG, thinking_budget=budget))
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
-    ask = Ask(prompt="x", thinking="auto", max_tokens=20)
+    ask = PlanRequest(prompt="x", thinking="auto", max_tokens=20)
     count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)
     left = {backend.rates.thinking_room(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
     assert backend.prepare(ask, left[least]).thinks
@@ -338,7 +343,7 @@ def test_a_server_answers_with_the_tokens_of_the_loop(session: Session, house: A
     expected = alone(session, "Pick the mug.", 40)
     server = house.serve(Lent(session, CONFIG))
     with RemotePlanner(server.endpoints[0], Options()) as planner:
-        ask = Ask(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
+        ask = PlanRequest(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
         for _ in range(2):
             assert list(planner.plan(ask).tokens or ()) == expected
         hello = planner.hello()

@@ -15,7 +15,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.measure import power
 from thor_dflash.runtime.measure.power import Sensor, Watch
 from thor_dflash.runtime.session import Chunk, Session
-from thor_dflash.serving.client import Ask
+from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.backend import drive
 from thor_dflash.serving.planner.power_meter import Meter
 from thor_dflash.serving.planner.session_backend import LiveBackend
@@ -23,9 +23,9 @@ from thor_dflash.serving.planner.session_run import LiveRun
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server.scheduler import Job, Peer
-from thor_dflash.serving.server.workers import Ended, Post, Pulse, engine
+from thor_dflash.serving.server.workers import Heartbeat, JobDone, WorkerEvent, run_engine
 
-THINKS = Ask(prompt="Pick the mug.", thinking="on", thinking_budget=24, parts=("timings",))
+THINKS = PlanRequest(prompt="Pick the mug.", thinking="on", thinking_budget=24, parts=("timings",))
 ANSWERS = structs.replace(THINKS, thinking="off", thinking_budget=None)
 LONG_AGO_S = 1000.0
 
@@ -46,12 +46,14 @@ def backend(session: Session) -> Kept:
     return it
 
 
-def plan(backend: LiveBackend, ask: Ask) -> messages.Result:
+def plan(backend: LiveBackend, ask: PlanRequest) -> messages.Result:
     run = backend.start(backend.prepare(ask, None), None)
     return drive(run, lambda: None, lambda chunk: None)
 
 
-def told(backend: LiveBackend, ask: Ask, *chunks: Chunk, watch: Watch | None = None) -> LiveRun:
+def told(
+    backend: LiveBackend, ask: PlanRequest, *chunks: Chunk, watch: Watch | None = None
+) -> LiveRun:
     """A run of a session that yields just these chunks."""
     prepared, it = backend.prepare(ask, None), backend
     said = (chunk for chunk in chunks)
@@ -77,7 +79,7 @@ def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
     ],
 )
 def test_an_answer_that_never_came_is_thinking_exhausted(
-    backend: Kept, ask: Ask, said: str, finish: str
+    backend: Kept, ask: PlanRequest, said: str, finish: str
 ) -> None:
     run = told(backend, ask, Chunk(tuple(backend.text.encode(said)), "length"))
     result = drive(run, lambda: None, lambda chunk: None)
@@ -192,15 +194,15 @@ def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> No
         state="running",
         prepared=backend.prepare(THINKS, None),
     )
-    inbox, posts = SimpleQueue[Job | None](), list[Post]()
+    inbox, posts = SimpleQueue[Job | None](), list[WorkerEvent]()
     inbox.put(job)
     inbox.put(None)
     thread = threading.Thread(
-        target=engine, args=(lambda: backend, inbox, posts.append, Pulse(), print)
+        target=run_engine, args=(lambda: backend, inbox, posts.append, Heartbeat(), print)
     )
     thread.start()
     thread.join()
-    (result,) = [post.outcome for post in posts if isinstance(post, Ended)]
+    (result,) = [post.outcome for post in posts if isinstance(post, JobDone)]
     assert isinstance(result, messages.Result)
     times = result.timings
     assert times

@@ -13,11 +13,11 @@ from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
-from thor_dflash.serving.protocol.messages import Ask, Message, PrefixPut
+from thor_dflash.serving.protocol.messages import Message, PlanRequest, PrefixPut
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CHAT = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
-ASK = Ask(messages=CHAT, thinking="auto", max_tokens=20)
+ASK = PlanRequest(messages=CHAT, thinking="auto", max_tokens=20)
 
 
 @pytest.mark.parametrize("name", [None, "arm"])
@@ -29,7 +29,7 @@ def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str
     rooms = {backend.rates.thinking_room(i, count - put["held"], 20): i for i in range(1000)}
     enough = min(room for room in rooms if room >= WORTH_THINKING)
     less = max(room for room in rooms if room < WORTH_THINKING)
-    ask = Ask(messages=CHAT, thinking="auto", max_tokens=20, prefix_id=name)
+    ask = PlanRequest(messages=CHAT, thinking="auto", max_tokens=20, prefix_id=name)
     assert backend.rates.thinking_room(rooms[enough], count, 20) == 0, "if all had to be read"
     assert backend.prepare(ask, rooms[enough]).thinks
     assert not backend.prepare(ask, rooms[less]).thinks
@@ -41,14 +41,14 @@ def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str
 @pytest.mark.parametrize(
     ("default", "ask"),
     [
-        ("off", Ask(prompt="x", max_tokens=8)),
-        ("off", Ask(prompt="x", max_tokens=8, thinking_budget=50)),
-        ("on", Ask(prompt="x", max_tokens=8, thinking="off", thinking_budget=50)),
+        ("off", PlanRequest(prompt="x", max_tokens=8)),
+        ("off", PlanRequest(prompt="x", max_tokens=8, thinking_budget=50)),
+        ("on", PlanRequest(prompt="x", max_tokens=8, thinking="off", thinking_budget=50)),
     ],
     ids=["server", "server-budget", "budget"],
 )
 def test_where_thinking_is_off_no_budget_brings_it_back(
-    session: Session, mock: bool, default: Any, ask: Ask
+    session: Session, mock: bool, default: Any, ask: PlanRequest
 ) -> None:
     config = ServeConfig(thinking=default)
     backend: Backend = MockBackend(config) if mock else LiveBackend(session, config)

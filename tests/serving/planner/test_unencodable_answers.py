@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner import mock_backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
@@ -28,7 +28,7 @@ def test_an_answer_that_the_protocol_cannot_carry_is_no_plan(
     text = f'{{"steps":[{{"id":1}},{{"id":{value}}}]}}'
     monkeypatch.setattr(mock_backend, "PLAN", text)
     with RemotePlanner(house.mock().endpoints[0], Options(codec=codec, retries=0)) as planner:
-        ask = Ask(prompt="x", thinking="off", stream="steps")
+        ask = PlanRequest(prompt="x", thinking="off", stream="steps")
         *chunks, result = planner.stream(ask)
         assert [chunk.step for chunk in chunks] == [{"id": 1}]
         assert (result.plan, result.plan_valid, result.status) == (None, False, "ok")

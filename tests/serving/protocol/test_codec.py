@@ -29,7 +29,7 @@ def read(body: bytes) -> messages.Request:
 def refused(body: bytes | dict[str, Any]) -> PlanError:
     with pytest.raises(PlanError) as caught:
         request = read(body if isinstance(body, bytes) else JSON.encode(body))
-        assert isinstance(request, messages.Ask)
+        assert isinstance(request, messages.PlanRequest)
         validation.check(request)
         validation.check_values(request)
     return caught.value
@@ -38,7 +38,7 @@ def refused(body: bytes | dict[str, Any]) -> PlanError:
 @pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
 def test_both_encodings_say_the_same(encoding: Codec) -> None:
     request = read(encoding.encode({**PLAN, "stream": "steps", "return": ["plan"]}))
-    assert isinstance(request, messages.Ask)
+    assert isinstance(request, messages.PlanRequest)
     assert (request.prompt, request.stream, request.parts) == (PLAN["prompt"], "steps", ("plan",))
 
 
@@ -148,7 +148,7 @@ BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
 def test_what_cannot_be_shown_is_still_told(body: bytes, message: str) -> None:
     error = refused(body)
     assert error.message.startswith(message)
-    assert JSON.encode(codec.failure(error, "a"))
+    assert JSON.encode(codec.error_reply(error, "a"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) 
     error = refused(body)
     assert error.message.startswith(shown)
     assert error.field == shown.partition(" ")[0]
-    assert JSON.encode(codec.failure(error, "a"))
+    assert JSON.encode(codec.error_reply(error, "a"))
 
 
 def test_no_escape_of_a_broken_body_costs_a_call() -> None:
@@ -202,7 +202,7 @@ def test_halves_alone_are_mended(text: bytes, mended: str) -> None:
 
 def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
     request = read(b'{"op":"plan","prompt":"\\ud83d\\ude00 \\\\ud800"}')
-    assert isinstance(request, messages.Ask)
+    assert isinstance(request, messages.PlanRequest)
     assert request.prompt == "\U0001f600 \\ud800"
     twice = b'{"op":"plan","prompt":"\\ud800","prompt":"x"}'
     for body in (twice, b'{"op":"plan","prompt":"\\ud800" x}', b'{"\\ud8'):
@@ -275,9 +275,11 @@ def test_groot_requests_are_the_same_requests() -> None:
     head = MSGPACK.decode(body, Head)
     assert groot.speaks(head)
     request = groot.read(MSGPACK, body, head)
-    assert isinstance(request, messages.Ask)
+    assert isinstance(request, messages.PlanRequest)
     assert (request.prompt, request.token) == ("x", "secret")
-    assert groot.answer(codec.failure(PlanError("busy", "later"), "a")) == {"error": "busy: later"}
+    assert groot.answer(codec.error_reply(PlanError("busy", "later"), "a")) == {
+        "error": "busy: later"
+    }
     wrong = MSGPACK.encode({"endpoint": "plan", "data": {"promt": "x"}})
     with pytest.raises(PlanError) as caught:
         groot.read(MSGPACK, wrong, MSGPACK.decode(wrong, Head))
@@ -300,7 +302,7 @@ def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
         with pytest.raises(PlanError, match=r"\(got [\[{]\"x+.{,50}\.\.\.[;)]"):
             codec.read(JSON, b"{}", head)
     with pytest.raises(PlanError, match=r"stop must be left out.*\(got "):
-        validation.check(messages.Ask(prompt="x", stop=large))
+        validation.check(messages.PlanRequest(prompt="x", stop=large))
 
 
 @pytest.mark.parametrize("rest", ['": 1}', '\\ud800": 1}'], ids=["unknown", "torn"])

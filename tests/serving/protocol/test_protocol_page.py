@@ -18,7 +18,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import RETRYABLE
 from thor_dflash.serving.client.retry import CODES
 from thor_dflash.serving.protocol import codec, messages
-from thor_dflash.serving.server.hello import about
+from thor_dflash.serving.server.hello import server_description
 
 TEXT = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
 ENVELOPE = {"v", "op", "id", "token"}
@@ -74,7 +74,7 @@ def test_every_operation_and_each_of_its_fields() -> None:
 
 
 def test_every_field_of_a_plan_and_its_default() -> None:
-    fields = {field.encode_name: field for field in structs.fields(messages.Ask)}
+    fields = {field.encode_name: field for field in structs.fields(messages.PlanRequest)}
     told: set[str] = set()
     for first, default, text in rows("5. `plan`"):
         told |= set(words(first))
@@ -94,7 +94,10 @@ def test_every_field_of_a_plan_and_its_default() -> None:
 
 @pytest.mark.parametrize(
     ("field", "hint"),
-    [(name, messages.Ask) for name in ("thinking", "preempt", "accept_mode", "on_deadline")],
+    [
+        (name, messages.PlanRequest)
+        for name in ("thinking", "preempt", "accept_mode", "on_deadline")
+    ],
 )
 def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct]) -> None:
     hints = typing.get_type_hints(hint)
@@ -111,7 +114,7 @@ def test_every_role_and_field_of_a_turn_is_named() -> None:
 
 
 def test_what_hello_cannot_tell_before_a_model_is_there_is_said() -> None:
-    hello = about(ServeConfig(), None)
+    hello = server_description(ServeConfig(), None)
     (text,) = re.findall(r"^Before `ready`(.*?)\n\n", TEXT, re.M | re.S)
     null = {name for name, value in hello["limits"].items() if value is None}
     empty = {name for name in ("features", "prefixes") if not hello[name]}
@@ -155,7 +158,7 @@ def test_every_error_and_its_fields() -> None:
     told = {word for row in rows("7. Errors") for word in words(row[0])}
     assert told == CODES - {"unreachable"}
     assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
-        messages.Failure
+        messages.ErrorReply
     ) - {"v", "id", "seq"}
 
 

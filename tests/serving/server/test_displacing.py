@@ -10,11 +10,11 @@ from thor_dflash.serving.planner.backend import Stop
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import scheduler
-from thor_dflash.serving.server.scheduler import Job, Peer, Schedule
+from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler
 
 
 def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() -> None:
-    books = Schedule(3)
+    books = Scheduler(3)
     full(books, runs=9, a=3, b=5, c=3)
     for ask in ({"priority": 9}, {"priority": 9, "preempt": "same_session"},
                 {"priority": 3, "preempt": "lower"}):  # fmt: skip
@@ -33,7 +33,7 @@ def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() ->
 
 
 def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=5, a=0, b=0)
     assert queue(books, job("c", priority=6, preempt="lower")) == []
     running = books.running
@@ -44,7 +44,7 @@ def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
 
 
 def test_two_urgent_plans_under_check_have_a_place_each() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=2)
     first, second = urgent("c"), urgent("d")
     for one in (first, second):
@@ -58,7 +58,7 @@ def test_two_urgent_plans_under_check_have_a_place_each() -> None:
 
 @pytest.mark.parametrize("leaves", ["runs", "a", "b"])
 def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves: str) -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=2)
     books.arrive(one := urgent("c"), 1.0)
     leave(books, leaves)
@@ -72,7 +72,7 @@ def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves
 
 @pytest.mark.parametrize("stop", ["cancelled", "preempted"])
 def test_a_running_plan_that_ends_already_is_place_enough(stop: Stop) -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     assert books.running
     books.running.stop = stop
@@ -82,7 +82,7 @@ def test_a_running_plan_that_ends_already_is_place_enough(stop: Stop) -> None:
 
 
 def test_nobody_makes_way_for_those_who_are_still_under_check() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(one := urgent("c"), 1.0)
     leave(books, "b")
@@ -93,7 +93,7 @@ def test_nobody_makes_way_for_those_who_are_still_under_check() -> None:
 
 
 def test_a_place_that_a_refused_plan_had_claimed_can_be_claimed_again() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(one := urgent("c", "arm"), 1.0)
     with pytest.raises(PlanError, match="wait"):
@@ -105,7 +105,7 @@ def test_a_place_that_a_refused_plan_had_claimed_can_be_claimed_again() -> None:
 
 
 def test_a_place_that_is_given_up_already_is_counted_once() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(urgent("c", "arm"), 1.0)
     leave(books, "a")  # the plan whose place c has claimed
@@ -119,7 +119,7 @@ def test_a_place_that_is_given_up_already_is_counted_once() -> None:
 
 
 def test_who_is_displaced_under_check_displaces_nobody() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     books.arrive(urgent("c", "arm"), 1.0)  # claims the place of a
     leave(books, "b")
@@ -132,7 +132,7 @@ def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() 
     """When c came, it would have preempted the running plan, and the newer generation of d would
     have made a leave. When c was checked, the running plan had ended, and a ran in its place.
     """
-    books = Schedule(2)
+    books = Scheduler(2)
     queue(books, job("runs"))
     assert run(books) == "runs"
     old = job("a", "arm", priority=9, preempt="none", generation=1)
@@ -152,7 +152,7 @@ def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() 
 
 
 def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
-    books = Schedule(1)
+    books = Scheduler(1)
     full(books, runs=9)
     put = messages.PrefixPut(id="put", prefix_id="skills", system="x")
     pinned = scheduler.job_of(Peer((b"p", b""), JSON), put, 0.0)
@@ -162,7 +162,7 @@ def test_a_prefix_that_waits_to_be_pinned_is_not_displaced() -> None:
         books.arrive(job("c", priority=9, preempt="lower"), 1.0)
 
 
-def put(books: Schedule, id: str) -> Job:
+def put(books: Scheduler, id: str) -> Job:
     """A request to pin a prefix, whose turn has come."""
     request = messages.PrefixPut(id=id, prefix_id=id, system="x")
     one = scheduler.job_of(Peer((b"p", b""), JSON), request, 0.0)
@@ -173,7 +173,7 @@ def put(books: Schedule, id: str) -> Job:
 
 
 def test_prefixes_that_wait_for_the_disk_take_no_plans_place() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     for id in "pqr":
         put(books, id).state = "keeping"
     assert waiting(books) == []
@@ -185,7 +185,7 @@ def test_prefixes_that_wait_for_the_disk_take_no_plans_place() -> None:
 
 
 def test_only_a_prefix_is_refused_for_those_that_wait_for_the_disk() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     for id in "pq":
         put(books, id).state = "keeping"
     last = put(books, "r")

@@ -15,12 +15,12 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol.messages import Chunk
-from thor_dflash.serving.server.event_log import Events
-from thor_dflash.serving.server.handlers import ENVELOPE, Desk, Hands
-from thor_dflash.serving.server.lifecycle import RETRY_MS, Life
+from thor_dflash.serving.server.event_log import EventLog
+from thor_dflash.serving.server.handlers import ENVELOPE, RequestHandlers, ServerActions
+from thor_dflash.serving.server.lifecycle import RETRY_MS, Lifecycle
 from thor_dflash.serving.server.scheduler import Job
-from thor_dflash.serving.server.workers import Checked, Ended, Kept, Said
-from thor_dflash.serving.transport.router_socket import Letter
+from thor_dflash.serving.server.workers import ChunkReady, FileWritten, JobChecked, JobDone
+from thor_dflash.serving.transport.router_socket import ReceivedMessage
 
 BACKEND = MockBackend(ServeConfig())
 
@@ -45,29 +45,29 @@ def door() -> Door:
 
 
 @pytest.fixture
-def life() -> Life:
-    return Life(10.0, BACKEND)
+def life() -> Lifecycle:
+    return Lifecycle(10.0, BACKEND)
 
 
 @pytest.fixture
-def desk(door: Any, life: Life) -> Desk:
-    hands = Hands(check=lambda job: None, run=lambda job: None, keep=print, stop=print)
-    return Desk(door, ServeConfig(), life, hands, None, print, Events(""))
+def desk(door: Any, life: Lifecycle) -> RequestHandlers:
+    hands = ServerActions(check=lambda job: None, run=lambda job: None, keep=print, stop=print)
+    return RequestHandlers(door, ServeConfig(), life, hands, None, print, EventLog(""))
 
 
-def asked(desk: Desk, id: str, **fields: object) -> Job:
+def asked(desk: RequestHandlers, id: str, **fields: object) -> Job:
     body = msgspec.json.encode({"op": "plan", "id": id, "prompt": "x", "session": "s", **fields})
-    desk.letter(Letter((b"peer", b"", body), 7))
+    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
     return desk.books.jobs()[-1]
 
 
-def checked(desk: Desk, job: Job) -> None:
+def checked(desk: RequestHandlers, job: Job) -> None:
     request: Any = job.request
-    desk.posted(Checked(job, BACKEND.prepare(request, None)))
+    desk.posted(JobChecked(job, BACKEND.prepare(request, None)))
 
 
 def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
-    desk: Desk, door: Door
+    desk: RequestHandlers, door: Door
 ) -> None:
     jobs = [asked(desk, id, preempt="none") for id in "ab"]
     for job in jobs:
@@ -81,7 +81,9 @@ def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
     assert [reply["id"] for reply in door.sent] == ["b"], "nobody hears of the others"
 
 
-def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door: Door) -> None:
+def test_an_engine_that_outlives_another_thread_is_told_to_stop(
+    desk: RequestHandlers, door: Door
+) -> None:
     job = asked(desk, "a")
     checked(desk, job)
     assert (job.state, job.stop) == ("running", None)
@@ -91,7 +93,7 @@ def test_an_engine_that_outlives_another_thread_is_told_to_stop(desk: Desk, door
 
 
 def test_while_it_drains_questions_are_answered_and_new_work_is_not(
-    desk: Desk, door: Door, life: Life
+    desk: RequestHandlers, door: Door, life: Lifecycle
 ) -> None:
     life.draining = True
     looks = ("hello", "ping", "health", "stats", "prefix.list", "cancel")
@@ -105,7 +107,7 @@ def test_while_it_drains_questions_are_answered_and_new_work_is_not(
     }
     for op in (*looks, *wants):
         body = msgspec.json.encode({"op": op, **given.get(op, {})})
-        desk.letter(Letter((b"peer", b"", body), 7))
+        desk.letter(ReceivedMessage((b"peer", b"", body), 7))
     assert [reply.get("code") for reply in door.sent] == [None] * 6 + ["draining"] * 4
 
 
@@ -115,27 +117,27 @@ def test_while_it_drains_questions_are_answered_and_new_work_is_not(
      (b'{"op":"ping","id":null}', None), (b"{", None), (b"?", None)],
 )  # fmt: skip
 def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
-    desk: Desk, door: Door, body: bytes, id: str | None
+    desk: RequestHandlers, door: Door, body: bytes, id: str | None
 ) -> None:
-    desk.letter(Letter((b"peer", b"", body), 7))
+    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
     (reply,) = door.sent
     assert (reply["type"], reply["id"]) == ("error", id)
 
 
 @pytest.mark.parametrize(("hops", "answer"), [(ENVELOPE - 1, "result"), (ENVELOPE, "error")])
 def test_as_many_hops_as_may_be_are_answered_and_no_more(
-    desk: Desk, door: Door, hops: int, answer: str
+    desk: RequestHandlers, door: Door, hops: int, answer: str
 ) -> None:
     envelope = (*(b"hop%d" % i for i in range(hops)), b"")
-    desk.letter(Letter((*envelope, b'{"op":"ping","id":"p"}'), 7))
+    desk.letter(ReceivedMessage((*envelope, b'{"op":"ping","id":"p"}'), 7))
     assert [reply["type"] for reply in door.sent] == [answer]
 
 
-def test_a_slow_reader_may_lose_words_and_no_step(desk: Desk, door: Door) -> None:
+def test_a_slow_reader_may_lose_words_and_no_step(desk: RequestHandlers, door: Door) -> None:
     job = asked(desk, "a")
     checked(desk, job)
     for kind in ("progress", "thinking", "text", "step"):
-        desk.posted(Said(job, Chunk(kind=kind)))  # type: ignore[arg-type]
+        desk.posted(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
     assert door.droppable == [True, True, True, False]
 
 
@@ -143,43 +145,45 @@ def test_a_slow_reader_may_lose_words_and_no_step(desk: Desk, door: Door) -> Non
     ("code", "told"), [("engine_fault", True), ("internal", True), ("deadline", False)]
 )
 def test_health_tells_the_last_fault_of_a_plan_and_no_refusal(
-    desk: Desk, life: Life, code: Code, told: bool
+    desk: RequestHandlers, life: Lifecycle, code: Code, told: bool
 ) -> None:
     job = asked(desk, "a")
     checked(desk, job)
-    desk.posted(Ended(job, PlanError(code, "what happened")))
+    desk.posted(JobDone(job, PlanError(code, "what happened")))
     assert life.health(0, 0)["error"] == ("what happened" if told else None)
 
 
-def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(desk: Desk, door: Door) -> None:
+def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(
+    desk: RequestHandlers, door: Door
+) -> None:
     job = asked(desk, "a", deadline_ms=60_000)
     job.arrived -= 59.0
     job.deadline = time.monotonic() + 1.0
     request: Any = job.request
     prepared = replace(BACKEND.prepare(request, None), min_ms=30_000.0)
-    desk.posted(Checked(job, prepared))
+    desk.posted(JobChecked(job, prepared))
     assert [reply["code"] for reply in door.sent] == ["deadline_infeasible"]
     assert door.sent[0]["min_ms"] >= 59_000 + 30_000, "counted from the arrival, as deadline_ms is"
 
 
-def pinned(desk: Desk) -> Job:
+def pinned(desk: RequestHandlers) -> Job:
     """A prefix that the engine holds, while its file is being written."""
     body = msgspec.json.encode({"op": "prefix.put", "id": "p", "prefix_id": "x", "system": "y"})
-    desk.letter(Letter((b"peer", b"", body), 7))
+    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
     (job,) = desk.books.jobs()
-    desk.posted(Ended(job, {"prefix_id": "x"}))
+    desk.posted(JobDone(job, {"prefix_id": "x"}))
     assert job.state == "keeping"
     return job
 
 
 def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
-    desk: Desk, door: Door
+    desk: RequestHandlers, door: Door
 ) -> None:
     job = pinned(desk)
-    desk.letter(Letter((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7))
+    desk.letter(ReceivedMessage((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7))
     desk.give_up()
     assert not desk.idle, "its file may still fail"
-    desk.posted(Kept(job, {"prefix_id": "x"}))
+    desk.posted(FileWritten(job, {"prefix_id": "x"}))
     assert [(reply["id"], reply["type"]) for reply in door.sent] == [("c", "ack"), ("p", "result")]
     assert door.sent[0]["cancelled"] is False
     assert desk.idle
@@ -187,41 +191,45 @@ def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
 
 @pytest.mark.parametrize("op", ["health", "stats"])
 def test_a_prefix_that_waits_for_the_disk_is_no_work_that_waits(
-    desk: Desk, door: Door, op: str
+    desk: RequestHandlers, door: Door, op: str
 ) -> None:
     pinned(desk)
-    desk.letter(Letter((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7))
+    desk.letter(ReceivedMessage((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7))
     assert [(reply["running"], reply["waiting"]) for reply in door.sent] == [(0, 0)]
 
 
-def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(desk: Desk, door: Door) -> None:
+def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(
+    desk: RequestHandlers, door: Door
+) -> None:
     prefix = pinned(desk)
     desk.left(7)
-    desk.posted(Kept(prefix, {"prefix_id": "x"}))
+    desk.posted(FileWritten(prefix, {"prefix_id": "x"}))
     job = asked(desk, "a")
     checked(desk, job)
     desk.left(7)
-    desk.posted(Said(job, Chunk(kind="text", text="a word")))
+    desk.posted(ChunkReady(job, Chunk(kind="text", text="a word")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    desk.posted(Ended(job, PlanError("cancelled", "it was told to stop")))
+    desk.posted(JobDone(job, PlanError("cancelled", "it was told to stop")))
     assert door.sent == []
     assert desk.idle
 
 
 def test_a_plan_whose_words_cannot_be_written_is_answered_once_and_stopped(
-    desk: Desk, door: Door
+    desk: RequestHandlers, door: Door
 ) -> None:
     job = asked(desk, "a")
     checked(desk, job)
-    desk.posted(Said(job, Chunk(kind="text", text="\udcff")))
+    desk.posted(ChunkReady(job, Chunk(kind="text", text="\udcff")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    desk.posted(Said(job, Chunk(kind="text", text="more")))
-    desk.posted(Ended(job, PlanError("cancelled", "it was told to stop")))
+    desk.posted(ChunkReady(job, Chunk(kind="text", text="more")))
+    desk.posted(JobDone(job, PlanError("cancelled", "it was told to stop")))
     assert [(reply["id"], reply["code"]) for reply in door.sent] == [("a", "internal")]
     assert desk.stats.refused == {"internal": 1}
 
 
-def test_a_plan_that_left_while_it_was_checked_displaces_nobody(desk: Desk, door: Door) -> None:
+def test_a_plan_that_left_while_it_was_checked_displaces_nobody(
+    desk: RequestHandlers, door: Door
+) -> None:
     gone = asked(desk, "a", preempt="same_session")
     desk.left(7)
     other = asked(desk, "b")
@@ -231,11 +239,11 @@ def test_a_plan_that_left_while_it_was_checked_displaces_nobody(desk: Desk, door
 
 @pytest.mark.parametrize(("end", "code"), [("give_up", "draining"), ("fail", "engine_fault")])
 def test_who_waits_for_a_check_or_a_drop_hears_of_the_end(
-    desk: Desk, door: Door, end: str, code: str
+    desk: RequestHandlers, door: Door, end: str, code: str
 ) -> None:
     for body in (b'{"op":"validate","id":"v","prompt":"x"}',
                  b'{"op":"prefix.drop","id":"d","prefix_id":"x"}'):  # fmt: skip
-        desk.letter(Letter((b"peer", b"", body), 7))
+        desk.letter(ReceivedMessage((b"peer", b"", body), 7))
     assert not desk.idle
     getattr(desk, end)()
     assert [(reply["id"], reply["code"]) for reply in door.sent] == [("v", code), ("d", code)]
@@ -243,7 +251,7 @@ def test_who_waits_for_a_check_or_a_drop_hears_of_the_end(
 
 
 def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(
-    desk: Desk, door: Door
+    desk: RequestHandlers, door: Door
 ) -> None:
     for id, given in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
         checked(desk, asked(desk, id, **given))
@@ -256,7 +264,7 @@ def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(
 
 @pytest.mark.parametrize(("e2e_ms", "told"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
 def test_a_full_queue_names_the_time_of_a_plan(
-    desk: Desk, door: Door, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, told: float
+    desk: RequestHandlers, door: Door, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, told: float
 ) -> None:
     monkeypatch.setattr(BACKEND.rates, "e2e_ms", e2e_ms)
     for n in range(ServeConfig().max_queue + 2):

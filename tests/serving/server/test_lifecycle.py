@@ -10,18 +10,18 @@ import pytest
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.serving.planner.mock_backend import MockBackend
-from thor_dflash.serving.server.lifecycle import DEGRADED, Life
+from thor_dflash.serving.server.lifecycle import DEGRADED, Lifecycle
 from thor_dflash.serving.server.server import AWAY_S, TICK_S, Server
-from thor_dflash.serving.server.workers import Pulse
+from thor_dflash.serving.server.workers import Heartbeat
 
 WATCHDOG_S = 1000.0
 LATE_S = DEGRADED * WATCHDOG_S
 
 
-def stepping(since_s: float) -> Life:
+def stepping(since_s: float) -> Lifecycle:
     """The state of a server whose engine began a step `since_s` seconds ago."""
-    pulse = Pulse(busy=True, at=time.monotonic() - since_s)
-    return Life(WATCHDOG_S, MockBackend(ServeConfig()), pulse=pulse)
+    pulse = Heartbeat(busy=True, at=time.monotonic() - since_s)
+    return Lifecycle(WATCHDOG_S, MockBackend(ServeConfig()), pulse=pulse)
 
 
 def test_a_step_that_hangs_is_told_of_a_server_that_drains_too() -> None:

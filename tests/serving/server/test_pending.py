@@ -17,9 +17,9 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import workers
-from thor_dflash.serving.server.pending import EACH, MOST, Dues
+from thor_dflash.serving.server.pending import EACH, MOST, PendingRequests
 from thor_dflash.serving.server.scheduler import Peer, job_of
-from thor_dflash.serving.server.workers import Owed, Validated
+from thor_dflash.serving.server.workers import PendingRequest, RequestDone
 
 VALIDATE, DROP = messages.Validate(id="v", prompt="x"), messages.PrefixDrop(id="d", prefix_id="x")
 
@@ -74,7 +74,7 @@ def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> 
 
 
 def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
-    dues = Dues()
+    dues = PendingRequests()
     taken = [dues.take(peer(1), VALIDATE) for _ in range(EACH)]
     others = [dues.take(peer(2), DROP)]
     assert dues.give_up(lambda peer: peer.fd == 1) == taken
@@ -110,28 +110,34 @@ def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
 @pytest.mark.parametrize("hand", ["clerk", "keeper"])
 def test_a_request_that_was_given_up_is_not_begun(hand: str) -> None:
     backend, posts = MockBackend(ServeConfig()), list[Any]()
-    owed = Owed(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
+    owed = PendingRequest(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
     if hand == "clerk":
-        checks: PriorityQueue[workers.Turn] = PriorityQueue()
-        checks.put(workers.turn(0, owed))
-        checks.put(workers.turn(1, None))
-        workers.clerk(backend, checks, posts.append, print)
+        checks: PriorityQueue[workers.CheckItem] = PriorityQueue()
+        checks.put(workers.check_item(0, owed))
+        checks.put(workers.check_item(1, None))
+        workers.run_checks(backend, checks, posts.append, print)
     else:
         drops: SimpleQueue[Any] = SimpleQueue()
         drops.put(owed)
         drops.put(None)
-        workers.keeper(backend, drops, posts.append, print)
-    assert posts == [Validated(owed, None)]
+        workers.write_files(backend, drops, posts.append, print)
+    assert posts == [RequestDone(owed, None)]
 
 
 def test_plans_are_checked_first_and_all_before_the_end() -> None:
-    backend, checks = Slow(), PriorityQueue[workers.Turn]()
+    backend, checks = Slow(), PriorityQueue[workers.CheckItem]()
     backend.go.set()
-    asks = [job_of(peer(1), messages.Ask(id=name, prompt="x"), 0.0) for name in "ab"]
-    items = [Owed(peer(1), VALIDATE), asks[0], None, Owed(peer(2), VALIDATE), asks[1]]
+    asks = [job_of(peer(1), messages.PlanRequest(id=name, prompt="x"), 0.0) for name in "ab"]
+    items = [
+        PendingRequest(peer(1), VALIDATE),
+        asks[0],
+        None,
+        PendingRequest(peer(2), VALIDATE),
+        asks[1],
+    ]
     for order, item in enumerate(items):
-        checks.put(workers.turn(order, item))
-    workers.clerk(backend, checks, lambda post: None, print)
+        checks.put(workers.check_item(order, item))
+    workers.run_checks(backend, checks, lambda post: None, print)
     assert backend.asked == ["a", "b", "v", "v"]
 
 
@@ -155,6 +161,6 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
             ask()
         assert (caught.value.code, caught.value.field) == ("prompt_too_long", field)
     with pytest.raises(PlanError, match=r"prompt must be <=") as caught:
-        backend.prepare(messages.Ask(prompt=long), None)
+        backend.prepare(messages.PlanRequest(prompt=long), None)
     assert caught.value.code == "prompt_too_long"
     assert few["prompt_tokens"] > 0

@@ -22,7 +22,7 @@ import pytest
 from support.waiting import until
 
 from thor_dflash.cli.commands.serve import Log
-from thor_dflash.serving.client import Ask, Options, RemotePlanner
+from thor_dflash.serving.client import Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.server import systemd
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples"
@@ -66,7 +66,7 @@ def planner(tmp_path: Path) -> Iterator[RemotePlanner]:
 def test_a_signal_drains(start: Start, planner: RemotePlanner, number: signal.Signals) -> None:
     """SIGHUP is the signal of a terminal that is closed."""
     child = start("--mock-cycle-ms", "20")
-    stream = planner.stream(Ask(prompt="x", stream="all"))
+    stream = planner.stream(PlanRequest(prompt="x", stream="all"))
     next(stream)
     child.send_signal(number)
     *_, result = stream
@@ -77,7 +77,7 @@ def test_a_signal_drains(start: Start, planner: RemotePlanner, number: signal.Si
 def test_what_nohup_started_outlives_its_terminal(start: Start, planner: RemotePlanner) -> None:
     child = start(env=("env", "--ignore-signal=HUP"))
     child.send_signal(signal.SIGHUP)
-    assert planner.plan(Ask(prompt="x")).status == "ok"
+    assert planner.plan(PlanRequest(prompt="x")).status == "ok"
     child.terminate()
     assert child.wait(20) == 0
 
@@ -87,7 +87,7 @@ def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlann
     waits a little between its last answer and its end.
     """
     child = start("--mock-cycle-ms", "1")
-    stream = planner.stream(Ask(prompt="x", stream="all"))
+    stream = planner.stream(PlanRequest(prompt="x", stream="all"))
     next(stream)
     child.send_signal(signal.SIGTERM)
     time.sleep(0.3)  # meanwhile the last answer has arrived, unread
@@ -97,7 +97,7 @@ def test_a_drained_server_leaves_time_to_read(start: Start, planner: RemotePlann
 
 def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
     child = start("--mock-cycle-ms", "200")
-    next(planner.stream(Ask(prompt="x", stream="all")))
+    next(planner.stream(PlanRequest(prompt="x", stream="all")))
     child.send_signal(signal.SIGTERM)
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 0
@@ -105,11 +105,11 @@ def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
 
 def test_after_sigkill_there_is_nothing_to_repair(start: Start, planner: RemotePlanner) -> None:
     first = start()
-    assert planner.plan(Ask(prompt="x")).status == "ok"
+    assert planner.plan(PlanRequest(prompt="x")).status == "ok"
     first.kill()
     assert first.wait(20) == -signal.SIGKILL
     start()
-    assert planner.plan(Ask(prompt="x")).status == "ok"
+    assert planner.plan(PlanRequest(prompt="x")).status == "ok"
 
 
 def test_a_log_that_nobody_reads_ends_nothing(
@@ -121,7 +121,7 @@ def test_a_log_that_nobody_reads_ends_nothing(
     child.stderr.close()
     child.stderr = None
     for _ in range(3):
-        assert planner.plan(Ask(prompt="x")).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x")).status == "ok"
     child.terminate()
     assert child.wait(20) == 0
 
@@ -132,7 +132,7 @@ def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
 ) -> None:
     child = start("--log-prompts")
     for _ in range(9):  # more than the 64 KiB that a pipe holds
-        assert planner.plan(Ask(prompt="x" * 20_000)).status == "ok"
+        assert planner.plan(PlanRequest(prompt="x" * 20_000)).status == "ok"
     assert planner.ping()["status"] == "ok"
     for number in signals:
         child.send_signal(number)

@@ -13,11 +13,11 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.protocol import codec, messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import scheduler
-from thor_dflash.serving.server.scheduler import Peer, Schedule, job_of
+from thor_dflash.serving.server.scheduler import Peer, Scheduler, job_of
 
 
 def test_the_most_urgent_first_then_the_oldest() -> None:
-    books = Schedule(8)
+    books = Scheduler(8)
     queue(books, job("a"), job("b", priority=9), job("c", priority=9), job("d", priority=0))
     order: list[str | None] = []
     while id := run(books):
@@ -30,7 +30,7 @@ def test_the_most_urgent_first_then_the_oldest() -> None:
 
 
 def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
-    books = Schedule(8)
+    books = Scheduler(8)
     put = job_of(
         Peer((b"p", b""), JSON), messages.PrefixPut(id="put", prefix_id="x", system="x"), 0.0
     )
@@ -46,17 +46,17 @@ def test_a_prefix_takes_its_turn_as_a_plan_that_names_no_priority() -> None:
 
 
 def test_no_name_of_a_session_is_that_of_a_peer_without_one() -> None:
-    unnamed = job_of(Peer((b"p", b""), JSON), messages.Ask(id="a", prompt="x"), 0.0).session
+    unnamed = job_of(Peer((b"p", b""), JSON), messages.PlanRequest(id="a", prompt="x"), 0.0).session
     ask = {"op": "plan", "id": "b", "prompt": "x", "session": unnamed}
     with pytest.raises(PlanError, match="session"):
-        codec.convert(ask, messages.Ask)
+        codec.convert(ask, messages.PlanRequest)
 
 
 def test_waiting_makes_nobody_more_urgent() -> None:
     """A plan that more urgent ones keep overtaking waits until none is left, or until its deadline:
     waiting does not raise its priority.
     """
-    books = Schedule(2)
+    books = Scheduler(2)
     low = job("low", priority=4, deadline_ms=60_000)
     queue(books, low)
     for turn in range(100):
@@ -70,7 +70,7 @@ def test_waiting_makes_nobody_more_urgent() -> None:
 
 
 def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     queue(books, job("a"), job("b"), job("c"))
     for _ in range(2):
         with pytest.raises(PlanError) as caught:
@@ -83,7 +83,7 @@ def test_a_full_queue_says_busy_and_when_to_come_again() -> None:
 
 
 def test_the_latest_of_a_session_wins() -> None:
-    books = Schedule(1)
+    books = Scheduler(1)
     queue(books, job("a", "arm"))
     assert queue(books, job("b", "arm")) == [("a", "preempted")]
     assert run(books) == "b"
@@ -104,7 +104,7 @@ def test_the_latest_of_a_session_wins() -> None:
 
 
 def test_the_latest_stops_the_running_one() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", "arm"))
     run(books)
     queue(books, job("b", "arm", preempt="none"))
@@ -116,7 +116,7 @@ def test_the_latest_stops_the_running_one() -> None:
 
 
 def test_a_plan_that_is_not_accepted_changes_nothing_for_the_others() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     queue(books, job("a", "arm", generation=1))
     run(books)
     queue(books, job("b", "arm", generation=1, preempt="none"))
@@ -132,7 +132,7 @@ def test_a_plan_that_is_not_accepted_changes_nothing_for_the_others() -> None:
 
 
 def test_a_plan_that_is_checked_makes_way_for_no_earlier_one() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     first, second = job("a", "arm", generation=2), job("b", "arm", generation=1)
     for one in (first, second):
         books.arrive(one, 1.0)
@@ -144,7 +144,7 @@ def test_a_plan_that_is_checked_makes_way_for_no_earlier_one() -> None:
 
 
 def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() -> None:
-    books = Schedule(2)
+    books = Scheduler(2)
     queue(books, job("a", "leg"))
     run(books)
     flood = [job(f"{i}", "arm") for i in range(3)]
@@ -163,7 +163,7 @@ def test_plans_of_a_session_that_are_checked_take_one_place_and_are_bounded() ->
 def test_only_a_running_plan_of_lower_priority_is_preempted(
     priority: int, stop: str | None
 ) -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", "arm"))
     run(books)
     queue(books, job("b", "leg", priority=priority, preempt="lower"))
@@ -173,7 +173,7 @@ def test_only_a_running_plan_of_lower_priority_is_preempted(
 
 
 def test_plans_for_an_older_world_are_stale() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", "arm", generation=7, preempt="none"))
     assert queue(books, job("b", "arm", generation=8, preempt="none")) == [("a", "stale")]
     with pytest.raises(PlanError) as caught:
@@ -184,7 +184,7 @@ def test_plans_for_an_older_world_are_stale() -> None:
 
 def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "SESSIONS", 2)
-    books = Schedule(8)
+    books = Scheduler(8)
     for id, session in (("a", "arm"), ("b", "leg"), ("c", "arm"), ("d", "foot")):
         queue(books, job(id, session, generation=7))
     with pytest.raises(PlanError, match="generation"):
@@ -193,7 +193,7 @@ def test_the_session_that_was_silent_longest_is_forgotten(monkeypatch: pytest.Mo
 
 
 def test_who_was_stopped_first_is_told_the_first_reason() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", "arm"))
     run(books)
     running = books.running
@@ -204,7 +204,7 @@ def test_who_was_stopped_first_is_told_the_first_reason() -> None:
 
 
 def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a"))
     with pytest.raises(PlanError, match="id must not be that of a request under way"):
         books.arrive(job("a", "other"), 1.0)
@@ -212,7 +212,7 @@ def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
 
 
 def test_deadlines_pass_in_the_queue_only() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", deadline_ms=100), job("b", deadline_ms=50))
     run(books)
     assert books.first_deadline() == 0.05
@@ -221,7 +221,7 @@ def test_deadlines_pass_in_the_queue_only() -> None:
 
 
 def test_a_job_is_found_by_its_own_client_or_by_name() -> None:
-    books = Schedule(4)
+    books = Scheduler(4)
     queue(books, job("a", "arm", peer=b"p"))
     p, q = job("p", peer=b"p").peer, job("q", peer=b"q").peer
     assert books.find("a", p, None)
@@ -233,7 +233,7 @@ def test_a_job_is_found_by_its_own_client_or_by_name() -> None:
 
 def test_of_jobs_with_the_same_id_that_of_the_session_is_found_and_there_ones_own() -> None:
     """Only the requests of one client have different ids."""
-    books = Schedule(4)
+    books = Scheduler(4)
     own, other = job("1", "leg", peer=b"p"), job("1", "arm", peer=b"q")
     queue(books, own, other)
     assert books.find("1", own.peer, "arm") is other
@@ -252,7 +252,7 @@ def test_of_jobs_with_the_same_id_that_of_the_session_is_found_and_there_ones_ow
 def test_every_job_leaves_once_and_no_more_wait_than_may(
     sessions: int, steps: list[tuple[int, int, int]]
 ) -> None:
-    books, left, taken = Schedule(3), list[str](), 0
+    books, left, taken = Scheduler(3), list[str](), 0
     for number, (what, session, value) in enumerate(steps):
         checked = next((one for one in books.jobs() if one.state == "preparing"), None)
         if what < 3:

@@ -13,7 +13,7 @@ from support.waiting import until
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import EngineError, PlanError, ThorError
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
-from thor_dflash.serving.server.lifecycle import FAILED, Life
+from thor_dflash.serving.server.lifecycle import FAILED, Lifecycle
 from thor_dflash.serving.server.workers import FAULT
 
 SMALL = {"op": "plan", "prompt": "x"}
@@ -136,7 +136,7 @@ def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) 
 
 
 def test_a_server_that_ends_by_a_fault_tells_no_details() -> None:
-    life = Life(10.0, failed=ThorError("/secret/pkg must be whole"))
+    life = Lifecycle(10.0, failed=ThorError("/secret/pkg must be whole"))
     assert life.health(0, 0)["error"] == FAILED
     with pytest.raises(PlanError, match=FAILED):
         life.loaded()

@@ -20,12 +20,12 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session
-from thor_dflash.serving.client import Ask
+from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import LiveBackend
 from thor_dflash.serving.server import host_info, trace
-from thor_dflash.serving.server.event_log import Events
+from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "the secret word"}
@@ -117,18 +117,18 @@ def test_a_plan_is_counted_whatever_it_wants_returned(house: Any, tmp_path: Path
 def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in range(2):
-        tell = Events(str(path))
+        tell = EventLog(str(path))
         tell("state", state="ready", error=None, number=number)
         tell.close()
         tell("never")
     assert [(t["event"], t["number"]) for t in lines(path)] == [("state", 0), ("state", 1)]
     assert "error" not in path.read_text(), "what is null is left out"
-    full = Events("/dev/full")
+    full = EventLog("/dev/full")
     full("state")
     full("state")
     full.close()
     with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
-        Events(str(tmp_path))
+        EventLog(str(tmp_path))
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def full_beyond(size: int) -> Iterator[None]:
 
 def test_events_go_on_when_there_is_room_again(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    tell = Events(str(path))
+    tell = EventLog(str(path))
     tell("state", number=0)
     with full_beyond(path.stat().st_size + 10):
         for number in (1, 2, 3):
@@ -160,9 +160,9 @@ def test_a_reader_of_events_that_is_slow_is_not_waited_for(tmp_path: Path) -> No
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
-        Events(str(path))
+        EventLog(str(path))
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    tell, sent = Events(str(path)), 3000
+    tell, sent = EventLog(str(path)), 3000
     for number in range(sent):
         tell("state", number=number)
     text = b""
@@ -317,7 +317,9 @@ def test_idle_time_before_each_step_is_left_to_others_and_counted(
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     session = open_session(package(), EngineConfig(threads=1), Silent())
-    ask = Ask(prompt="Pick the mug.", thinking="off", max_tokens=20, parts=("tokens", "timings"))
+    ask = PlanRequest(
+        prompt="Pick the mug.", thinking="off", max_tokens=20, parts=("tokens", "timings")
+    )
     told = []
     for idle in (0, 700):
         backend = LiveBackend(session, ServeConfig(yield_us=idle))

@@ -17,16 +17,24 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server.scheduler import Job, Peer
-from thor_dflash.serving.server.workers import POLITE, Ended, Failed, Post, Pulse, Warming, engine
+from thor_dflash.serving.server.workers import (
+    ENGINE_NICENESS,
+    BackendLoaded,
+    Heartbeat,
+    JobDone,
+    ServerFailed,
+    WorkerEvent,
+    run_engine,
+)
 
 
-def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
+def ran(backend: Any, *jobs: Job, load: Any = None) -> list[WorkerEvent]:
     """What the engine thread posts while it runs these jobs."""
-    inbox, posts = SimpleQueue[Job | None](), list[Post]()
+    inbox, posts = SimpleQueue[Job | None](), list[WorkerEvent]()
     for job in (*jobs, None):
         inbox.put(job)
-    work = (load or (lambda: backend), inbox, posts.append, Pulse(), lambda text: None)
-    thread = threading.Thread(target=engine, args=work)
+    work = (load or (lambda: backend), inbox, posts.append, Heartbeat(), lambda text: None)
+    thread = threading.Thread(target=run_engine, args=work)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
@@ -35,7 +43,7 @@ def ran(backend: Any, *jobs: Job, load: Any = None) -> list[Post]:
 
 @pytest.mark.parametrize("stop", ["cancelled", "preempted"])
 def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: Any) -> None:
-    backend, ask = MockBackend(ServeConfig()), messages.Ask(id="a", prompt="x")
+    backend, ask = MockBackend(ServeConfig()), messages.PlanRequest(id="a", prompt="x")
     job = Job(
         request=ask,
         peer=Peer((b"peer",), JSON),
@@ -46,12 +54,12 @@ def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: A
         prepared=backend.prepare(ask, None),
         stop=stop,
     )
-    (outcome,) = [post.outcome for post in ran(backend, job) if isinstance(post, Ended)]
+    (outcome,) = [post.outcome for post in ran(backend, job) if isinstance(post, JobDone)]
     assert isinstance(outcome, PlanError)
     assert outcome.code == stop
 
 
-@pytest.mark.parametrize("begun", [0, POLITE + 2])
+@pytest.mark.parametrize("begun", [0, ENGINE_NICENESS + 2])
 def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
     """And does so before it loads: threads inherit the priority of the thread that makes them."""
     told: list[int] = []
@@ -66,7 +74,7 @@ def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
     def begin() -> None:
         least = max(nice(), begun)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), least)
-        told.append(max(least, POLITE))
+        told.append(max(least, ENGINE_NICENESS))
         ran(None, load=load)
 
     before = nice()
@@ -89,5 +97,5 @@ def test_a_backend_that_fails_its_self_test_is_closed(fault: Exception) -> None:
 
     closed: list[bool] = []
     posts = ran(Wrong(ServeConfig()))
-    assert [type(post) for post in posts] == [Warming, Failed]
+    assert [type(post) for post in posts] == [BackendLoaded, ServerFailed]
     assert closed == [True]

@@ -15,12 +15,12 @@ import pytest
 from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.client import Ask, AsyncPlanner, Options, PlanError, RemotePlanner
+from thor_dflash.serving.client import AsyncPlanner, Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.client.retry import Tries, fill
 from thor_dflash.serving.gateway.app import listen_at
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.transport import curve as security
-from thor_dflash.serving.transport.router_socket import Door
+from thor_dflash.serving.transport.router_socket import RouterSocket
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_malformed_key_is_refused_by_the_name_of_its_file(
         if name.startswith("client."):
             RemotePlanner("tcp://127.0.0.1:5999", Options(keys=str(tmp_path))).ping()
         else:
-            Door(config).close()
+            RouterSocket(config).close()
     assert key[:5] not in str(caught.value)
 
 
@@ -181,13 +181,13 @@ def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_
     keys = str(tmp_path) if locked else ""
     server = house.mock(curve=keys, max_message=2000)
     options = Options(keys=keys, max_message=2000, retries=0)
-    prompt = "x" * (2000 - len(fill(Ask(prompt="x" * 256), options).body) + 256)
+    prompt = "x" * (2000 - len(fill(PlanRequest(prompt="x" * 256), options).body) + 256)
     with RemotePlanner(server.endpoints[0], options) as planner:
         with pytest.raises(PlanError) as caught:
-            planner.plan(Ask(prompt=prompt + "x"))
+            planner.plan(PlanRequest(prompt=prompt + "x"))
         assert caught.value.code == "too_large"
         assert "2000 bytes, as it is sent to the server (got 2001)" in caught.value.message
-        assert planner.plan(Ask(prompt=prompt)).status == "ok"
+        assert planner.plan(PlanRequest(prompt=prompt)).status == "ok"
 
 
 @pytest.mark.parametrize("form", ["remote", "asyncio"])
@@ -196,7 +196,7 @@ def test_who_was_refused_does_not_ask_again(
 ) -> None:
     security.keygen(tmp_path / "keys")
     endpoint = house.mock(curve=str(tmp_path / "keys")).endpoints[0]
-    options, ask = Options(timeout_s=0.5, retries=3), Ask(prompt="x")
+    options, ask = Options(timeout_s=0.5, retries=3), PlanRequest(prompt="x")
     send, sent = Tries.send, list[Any]()
 
     def counted(tries: Tries) -> Any:

@@ -16,7 +16,7 @@ from support.waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import Ask, AsyncPlanner, Options, RemotePlanner
+from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import serving
 from thor_dflash.serving.transport import curve as security
@@ -63,7 +63,7 @@ class Asyncio:
     def ping(self) -> Any:
         return self._run(self._planner.simple("ping"))
 
-    def plan(self, ask: Ask) -> Any:
+    def plan(self, ask: PlanRequest) -> Any:
         return self._run(self._planner.plan(ask))
 
     def seen(self) -> int:
@@ -101,9 +101,9 @@ def test_who_is_refused_is_told_at_once(kind: Any, own: bool, keys: Path) -> Non
     curve = str(keys / "ours") if own else ""
     with server(endpoint, curve), closing(kind(endpoint, options)) as client:
         refused(client.ping)
-        refused(lambda: client.plan(Ask(prompt="x")))
+        refused(lambda: client.plan(PlanRequest(prompt="x")))
         if kind is Plain:
-            refused(lambda: list(client.stream(Ask(prompt="x"))))
+            refused(lambda: list(client.stream(PlanRequest(prompt="x"))))
 
 
 @either
@@ -131,7 +131,7 @@ def test_who_was_refused_may_be_let_in_later(
         let_in()
         with server(endpoint, ours):
             assert client.ping()["status"] == "ok"
-            assert client.plan(Ask(prompt="x")).status == "ok"
+            assert client.plan(PlanRequest(prompt="x")).status == "ok"
         known.unlink()
         with server(endpoint, ours):
             refused(client.ping)

@@ -16,20 +16,24 @@ import zmq
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.transport import router_socket as door_module
-from thor_dflash.serving.transport.router_socket import Door, Left, Letter
+from thor_dflash.serving.transport.router_socket import (
+    ConnectionClosed,
+    ReceivedMessage,
+    RouterSocket,
+)
 
 BULK = b"x" * 200_000
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+def door() -> Iterator[RouterSocket]:
+    it = RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",)))
     yield it
     it.close()
 
 
 @pytest.fixture
-def reader(door: Door) -> Iterator[zmq.Socket[bytes]]:
+def reader(door: RouterSocket) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.rcvhwm, socket.rcvbuf = 0, 1, 4096
@@ -39,23 +43,23 @@ def reader(door: Door) -> Iterator[zmq.Socket[bytes]]:
     context.term()
 
 
-def hear(door: Door, count: int) -> list[Letter | Left]:
+def hear(door: RouterSocket, count: int) -> list[ReceivedMessage | ConnectionClosed]:
     """At least `count` events: also those that came together with the last of them."""
-    end, events = time.monotonic() + 20, list[Letter | Left]()
+    end, events = time.monotonic() + 20, list[ReceivedMessage | ConnectionClosed]()
     while len(events) < count:
         assert time.monotonic() < end, events
         events += door.wait(0.5)
     return events
 
 
-def meet(door: Door, reader: zmq.Socket[bytes]) -> tuple[bytes, ...]:
+def meet(door: RouterSocket, reader: zmq.Socket[bytes]) -> tuple[bytes, ...]:
     reader.send_multipart([b"", b"{}"])
     (letter,) = hear(door, 1)
-    assert isinstance(letter, Letter)
+    assert isinstance(letter, ReceivedMessage)
     return letter.frames[:2]
 
 
-def fill(door: Door, envelope: tuple[bytes, ...]) -> int:
+def fill(door: RouterSocket, envelope: tuple[bytes, ...]) -> int:
     """Send until the reader's socket is full; return how many messages were sent."""
     sent = 0
     while door.send(envelope, BULK, droppable=True) == "sent":
@@ -63,7 +67,9 @@ def fill(door: Door, envelope: tuple[bytes, ...]) -> int:
     return sent
 
 
-def test_a_slow_reader_loses_chunks_and_no_results(door: Door, reader: zmq.Socket[bytes]) -> None:
+def test_a_slow_reader_loses_chunks_and_no_results(
+    door: RouterSocket, reader: zmq.Socket[bytes]
+) -> None:
     envelope = meet(door, reader)
     sent = fill(door, envelope)
     assert [door.send(envelope, b"result %d" % i) for i in range(3)] == ["held"] * 3
@@ -80,7 +86,7 @@ def test_a_slow_reader_loses_chunks_and_no_results(door: Door, reader: zmq.Socke
 
 
 def test_a_reader_that_takes_nothing_is_given_up(
-    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+    door: RouterSocket, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     envelope = meet(door, reader)
     fill(door, envelope)
@@ -92,7 +98,7 @@ def test_a_reader_that_takes_nothing_is_given_up(
 
 
 def test_a_reader_that_takes_some_is_waited_for(
-    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+    door: RouterSocket, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     envelope = meet(door, reader)
     fill(door, envelope)
@@ -106,20 +112,22 @@ def test_a_reader_that_takes_some_is_waited_for(
 
 
 def test_a_reader_cannot_make_the_server_hold_without_end(
-    door: Door, reader: zmq.Socket[bytes]
+    door: RouterSocket, reader: zmq.Socket[bytes]
 ) -> None:
     envelope = meet(door, reader)
     fill(door, envelope)
-    held = [door.send(envelope, b"result") for _ in range(door_module.HELD + 1)]
-    assert held == ["held"] * door_module.HELD + ["gone"]
+    held = [door.send(envelope, b"result") for _ in range(door_module.MAX_HELD + 1)]
+    assert held == ["held"] * door_module.MAX_HELD + ["gone"]
 
 
-def test_who_left_is_heard_and_not_written_to(door: Door, reader: zmq.Socket[bytes]) -> None:
+def test_who_left_is_heard_and_not_written_to(
+    door: RouterSocket, reader: zmq.Socket[bytes]
+) -> None:
     reader.send_multipart([b"", b"{}"])
     (letter,) = hear(door, 1)
-    assert isinstance(letter, Letter)
+    assert isinstance(letter, ReceivedMessage)
     reader.close(0)
-    assert hear(door, 1) == [Left(letter.fd)]
+    assert hear(door, 1) == [ConnectionClosed(letter.fd)]
     end = time.monotonic() + 20
     # libzmq removes the pipe to a peer some time after it reported the end of the connection.
     while door.send(letter.frames[:2], b"result") != "gone":
@@ -127,7 +135,7 @@ def test_who_left_is_heard_and_not_written_to(door: Door, reader: zmq.Socket[byt
     assert door.send((b"never met", b""), b"result") == "gone"
 
 
-def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
+def test_last_words_are_heard_together_with_the_parting(door: RouterSocket) -> None:
     for _ in range(5):  # each connection reuses the descriptor of the one before
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
@@ -137,12 +145,12 @@ def test_last_words_are_heard_together_with_the_parting(door: Door) -> None:
         socket.close()
         context.term()  # returns when all is sent and closed
         *_, letter, left = hear(door, 2)
-        assert isinstance(letter, Letter)
-        assert left == Left(letter.fd)
+        assert isinstance(letter, ReceivedMessage)
+        assert left == ConnectionClosed(letter.fd)
 
 
 def test_messages_that_take_long_leave_other_work_its_turn(
-    door: Door, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+    door: RouterSocket, reader: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = [0.0]
     # In this one module: the clock of the test itself goes on.
@@ -154,7 +162,7 @@ def test_messages_that_take_long_leave_other_work_its_turn(
         assert time.monotonic() < end, turns
         turns.append(0)
         for letter in door.wait(0.5):
-            assert isinstance(letter, Letter)
+            assert isinstance(letter, ReceivedMessage)
             turns[-1] += 1
             spent[0] += 0.6 * door_module.BURST_S
             time.sleep(0.02)  # all the others have come by then
@@ -162,15 +170,15 @@ def test_messages_that_take_long_leave_other_work_its_turn(
 
 
 def test_a_connection_that_reuses_a_closed_descriptor_has_not_left(
-    door: Door, reader: zmq.Socket[bytes]
+    door: RouterSocket, reader: zmq.Socket[bytes]
 ) -> None:
     door._gone.update(range(1 << 12))
     reader.send_multipart([b"", b"{}"])
     (letter,) = hear(door, 1)
-    assert isinstance(letter, Letter)
+    assert isinstance(letter, ReceivedMessage)
 
 
-def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:
+def test_a_bell_wakes_and_does_not_ring_on(door: RouterSocket) -> None:
     for _ in range(100_000):
         door.ring()
     begin = time.monotonic()
@@ -182,7 +190,7 @@ def test_a_bell_wakes_and_does_not_ring_on(door: Door) -> None:
 
 
 def test_a_bell_that_is_rung_after_the_end_writes_into_nobodys_file() -> None:
-    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    it = RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",)))
     bell = it._bell
     it.close()
     out, other = os.pipe()
@@ -199,7 +207,7 @@ def test_a_bell_that_is_rung_after_the_end_writes_into_nobodys_file() -> None:
 
 def test_a_door_that_is_closed_leaves_no_descriptor_open() -> None:
     def opened() -> int:
-        Door(ServeConfig(bind=("tcp://127.0.0.1:*",))).close()
+        RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",))).close()
         return len(os.listdir("/proc/self/fd"))
 
     before, times = opened(), 16
@@ -209,7 +217,7 @@ def test_a_door_that_is_closed_leaves_no_descriptor_open() -> None:
 
 
 def test_a_signal_may_ring_while_the_bell_is_rung(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+    it = RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",)))
     write, rung = os.write, list[int]()
 
     def interrupted(bell: int, data: bytes) -> int:
@@ -227,9 +235,9 @@ def test_a_signal_may_ring_while_the_bell_is_rung(monkeypatch: pytest.MonkeyPatc
     it.close()
 
 
-def test_a_door_that_cannot_open_leaves_no_file_open(door: Door) -> None:
+def test_a_door_that_cannot_open_leaves_no_file_open(door: RouterSocket) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(ConfigError, match=r"serve.bind must be"):
-            Door(ServeConfig(bind=door.endpoints))
+            RouterSocket(ServeConfig(bind=door.endpoints))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -17,7 +17,7 @@ from thor_dflash.core.progress import Progress, Task, say
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.text.tokenizer import Piece
-    from thor_dflash.serving.protocol.messages import Ask, Event, Result
+    from thor_dflash.serving.protocol.messages import Event, PlanRequest, Result
 
 
 GAP = "pieces are missing here: the server dropped them, as they were not read in time"
@@ -54,8 +54,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     say(sys.stderr, _summary(result))
 
 
-def _ask(args: Namespace) -> Ask:
-    from thor_dflash.serving.protocol.messages import Ask, Message
+def _ask(args: Namespace) -> PlanRequest:
+    from thor_dflash.serving.protocol.messages import Message, PlanRequest
 
     given: dict[str, Any] = {"stream": "text"}
     for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
@@ -66,7 +66,7 @@ def _ask(args: Namespace) -> Ask:
     if args.messages is not None:
         turns: list[dict[str, Any]] = [*read_chat(args.messages)]
         given["messages"] = tuple(Message(**turn) for turn in turns)
-    return Ask(prompt=args.prompt, **given)
+    return PlanRequest(prompt=args.prompt, **given)
 
 
 def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
