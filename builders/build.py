@@ -35,12 +35,12 @@ from thor_dflash.builders.tensorrt.package import Maker, Material, engines, make
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
-from thor_dflash.core.model_dims import LEAST_TALK, longest_context
+from thor_dflash.core.model_dims import MIN_CONVERSATION, longest_context
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ENDING, Program, render
-from thor_dflash.package.manifest import KvScales, Manifest, Share
+from thor_dflash.package.manifest import KvScales, Manifest, TensorTotals
 from thor_dflash.package.tokenizer_files import addressed_ids, stop_tokens, tokenizer_files
 
 _DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
@@ -268,11 +268,12 @@ def _capacity(
     target: TargetSource, drafter: DrafterSource | None, config: BuildConfig, block: int
 ) -> int:
     longest = longest_context(target.dims, drafter.dims if drafter else None)
-    least = block + LEAST_TALK
+    least = block + MIN_CONVERSATION
     if least > longest:
         raise ConfigError(
-            f"build.block must be <= {longest - LEAST_TALK}: max_position_embeddings is {longest}, "
-            f"and a prompt and its answer need {LEAST_TALK} beside a block (got {block})"
+            f"build.block must be <= {longest - MIN_CONVERSATION}: max_position_embeddings is "
+            f"{longest}, and a prompt and its answer need "
+            f"{MIN_CONVERSATION} beside a block (got {block})"
         )
     capacity = config.capacity or min(CAPACITY, longest)
     if not least <= capacity <= longest:
@@ -356,12 +357,14 @@ def describe(plan: Plan) -> Manifest:
         card=make_card(config.card, plan.target.dims.max_position),
         kv_scales=KvScales(layers=len(found), low=min(flat), high=max(flat)),
         quantisation={
-            name: {kind: Share(count=count, bytes=size) for kind, (count, size) in kinds.items()}
+            name: {
+                kind: TensorTotals(count=count, bytes=size) for kind, (count, size) in kinds.items()
+            }
             for source in plan.sources
             for name, kinds in source.census().items()
         },
         sources={
-            name: manifest.Source(
+            name: manifest.CheckpointSource(
                 directory=os.fsencode(path.resolve().name).decode(errors="replace"),
                 config_sha256=hashlib.sha256((path / "config.json").read_bytes()).hexdigest(),
             )

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from thor_dflash.config.tree import CardConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.package.manifest import Card
+from thor_dflash.package.manifest import ModelCard
 
 MAX_TOKENS, COMPLEX, REPLY = 32768, 81920, 4096
 """Longest answer, longest answer to complex problems, and reply of the Qwen3.5 and 3.6 family,
@@ -16,7 +16,7 @@ RULE = "by rule from the family's longest answer"
 LENGTHS, TIERS = ("max_tokens", "complex", "reply"), ("low", "medium", "high", "x_high", "max")
 
 
-def make_card(config: CardConfig, longest: int) -> Card:
+def make_card(config: CardConfig, longest: int) -> ModelCard:
     """Fill in the card of a model with `longest` positions. No tier is below the previous one.
 
     Raises:
@@ -40,7 +40,7 @@ def make_card(config: CardConfig, longest: int) -> Card:
     by_rule = (round(think / 8), round(think / 2), think, (think + most) // 2, most)
     wanted = (told[name] or rule for name, rule in zip(TIERS, by_rule, strict=True))
     low, medium, high, x_high, top = accumulate((max(1, tier) for tier in wanted), max)
-    return Card(
+    return ModelCard(
         max_tokens=max_tokens,
         complex=hard,
         reply=reply,

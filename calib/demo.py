@@ -19,7 +19,7 @@ from thor_dflash.calib.planbench import Task, Verdict, judge, task_from_line
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress, amount
-from thor_dflash.core.progress import Task as Timing
+from thor_dflash.core.progress import ProgressTask as Timing
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
 from thor_dflash.runtime.session import Report, Request, Session, open_session

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from thor_dflash.core.errors import CheckpointError
-from thor_dflash.core.strict_records import once
+from thor_dflash.core.strict_records import unique_keys
 from thor_dflash.package.tokenizer_files import present
 
 LONGEST_VALUE = 60
@@ -37,7 +37,7 @@ def check_directory(directory: Path) -> None:
 def parse_object(text: bytes, where: str) -> dict[str, object]:
     """Parse the JSON object in `text`; `where` names it in errors."""
     try:
-        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
         if b"\\u" in text:
             _check_pairs(value)
     except (ValueError, RecursionError) as error:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from thor_dflash.core.errors import PackageError
-from thor_dflash.core.progress import say
+from thor_dflash.core.progress import print_line
 from thor_dflash.package.manifest import NAME, FileEntry, check_outside, hash_file, is_package
 
 JOURNAL = ".journal"
@@ -319,7 +319,7 @@ def _install(partial: Path, out: Path) -> None:
 def _discard_old(directory: Path) -> None:
     """Delete the replaced package; the new one is complete whether or not this succeeds."""
     if not _remove(directory):
-        say(sys.stderr, f"note: {directory}, the replaced package, cannot be deleted")
+        print_line(sys.stderr, f"note: {directory}, the replaced package, cannot be deleted")
 
 
 def _old(out: Path) -> Path:

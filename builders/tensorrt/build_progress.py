@@ -11,7 +11,7 @@ from threading import Lock
 
 import tensorrt as trt
 
-from thor_dflash.core.progress import Progress, Task
+from thor_dflash.core.progress import Progress, ProgressTask
 
 DEPTH = 2
 """Levels of phases that are shown; deeper ones change too fast to be read."""
@@ -30,7 +30,7 @@ class Phases(trt.IProgressMonitor):
         self._progress = progress
         self._lock = Lock()
         self._depth: dict[str, int] = {}
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, ProgressTask] = {}
 
     def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
         """Called by TensorRT. `parent_phase` is None at the top level, despite its type stub."""

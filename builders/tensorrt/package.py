@@ -27,7 +27,7 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import CHUNK_STEPS, FileEntry
-from thor_dflash.package.trt_engine import Made, Plan, PlanNode
+from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, PluginCall
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.cuda.driver import Driver, Info
 from thor_dflash.plugins.tensorrt.node import Node, fingerprint
@@ -236,10 +236,10 @@ def _card_writer(
 
 def describe(
     one: Together, profile: int, entry: FileEntry, by: Maker, found: Sequence[Layer]
-) -> Plan:
+) -> EngineDescription:
     """Return the description of one graph's engine."""
     graph, info = one.graphs[profile], by.device
-    return Plan(
+    return EngineDescription(
         name=graph.name,
         file=f"{one.name}{ENGINE}",
         sha256=entry.sha256,
@@ -249,10 +249,10 @@ def describe(
         weights=graph.weights,
         in_place=graph.in_place,
         nodes=tuple(
-            PlanNode(name=name, op=node.room, fields=node.fields())
+            PluginCall(name=name, op=node.room, fields=node.fields())
             for name, node in one.graphs[0].plugins
         ),
-        made=Made(
+        made=BuildEnvironment(
             tensorrt=by.version,
             capability=info.device.capability,
             device=info.name,

@@ -28,8 +28,8 @@ from thor_dflash.calib.studies.heldout import tasks
 from thor_dflash.calib.studies.noise_drafter import Broken
 from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import (
-    AS_MADE,
     NO_BUDGET,
+    NO_DRAFT_LIMITS,
     BudgetConfig,
     BuildConfig,
     DraftConfig,
@@ -120,7 +120,7 @@ def ask(
     *,
     budget: BudgetConfig = NO_BUDGET,
     relaxed: RelaxedConfig | None = None,
-    draft: DraftConfig = AS_MADE,
+    draft: DraftConfig = NO_DRAFT_LIMITS,
 ) -> Ran:
     """Plan one task and judge the plan."""
     prompt = prompt_of(session, task)
@@ -282,7 +282,7 @@ def options(bench: Bench) -> Iterator[str]:
     window = min(layer.window for layer in session.manifest.drafter.layers if layer.window) \
         if session.manifest.drafter else 0  # fmt: skip
     ladder = (16, 32, 64, 128, 256)
-    tries = [("as made", AS_MADE)]
+    tries = [("as made", NO_DRAFT_LIMITS)]
     tries += [(f"window {n}", DraftConfig(window=n)) for n in ladder if n < window]
     tries += [(f"full {n}", DraftConfig(full=n)) for n in ladder]
     tries += [(f"context {n}", DraftConfig(context=n)) for n in (1, *ladder)]

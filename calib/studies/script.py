@@ -9,7 +9,7 @@ from pathlib import Path
 
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.core.errors import RequestError, ThorError
-from thor_dflash.core.progress import say
+from thor_dflash.core.progress import print_line
 from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.text.tokenizer import Text
 
@@ -26,7 +26,7 @@ def run(main: Callable[[], None]) -> int:
         text = f"{e.filename} must be usable (got: {e.strerror})"
     else:
         return 0
-    say(sys.stderr, text)
+    print_line(sys.stderr, text)
     return 2
 
 

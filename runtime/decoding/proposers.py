@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from thor_dflash.config.tree import AS_MADE, DraftConfig
+from thor_dflash.config.tree import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.block import Block, Progress
 from thor_dflash.runtime.decoding.model_runner import Model
@@ -82,7 +82,7 @@ class Dflash:
     and then taken in many at a time.
     """
 
-    config: DraftConfig = AS_MADE
+    config: DraftConfig = NO_DRAFT_LIMITS
 
     def begin(self, model: Model, rows: int) -> int:
         """See Proposer.

@@ -21,7 +21,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """The result of an examination."""
 
     findings: tuple[Finding, ...]
@@ -34,7 +34,7 @@ class Report:
         return any(finding.state == "wrong" for finding in self.findings)
 
 
-def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report:
+def examine(machine: Machine, config: EngineConfig, path: Path | None) -> DoctorReport:
     """Run every check. `path`: a package that is to run here."""
     manifest, read = package.read(path) if path else (None, None)
     cuda, tensorrt = machine.cuda(), machine.tensorrt()
@@ -46,7 +46,7 @@ def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Report
         if path and manifest.engine == "tensorrt":
             findings.append(package.plan(path, cuda, tensorrt, config.device))
     found = engines({f.item: f for f in findings}, cuda, tensorrt, config.device)
-    return Report(tuple(findings), found)
+    return DoctorReport(tuple(findings), found)
 
 
 def _findings(

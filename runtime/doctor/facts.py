@@ -85,7 +85,7 @@ class TensorRT:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CommandOutput:
     """Output of a command. `code` is None if the command does not exist or took too long."""
 
     code: int | None
@@ -117,7 +117,7 @@ class Machine(Protocol):
         """Files that match a glob, sorted."""
         ...
 
-    def run(self, *command: str) -> Output:
+    def run(self, *command: str) -> CommandOutput:
         """Run a command for a few seconds at most."""
         ...
 

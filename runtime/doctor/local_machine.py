@@ -18,7 +18,7 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda.compile import ENDING
 from thor_dflash.runtime.doctor import probe
-from thor_dflash.runtime.doctor.facts import Cuda, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Nvrtc, TensorRT
 
 T = TypeVar("T", Cuda, Nvrtc, TensorRT)
 COMMAND_SECONDS = 5.0
@@ -30,7 +30,7 @@ LARGEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalMachine:
     """See Machine."""
 
     root: Path = Path("/")
@@ -65,7 +65,7 @@ class Here:
         found = sorted(self.root.glob(pattern))
         return [path.relative_to(self.root).as_posix() for path in found]
 
-    def run(self, *command: str) -> Output:
+    def run(self, *command: str) -> CommandOutput:
         """See Machine."""
         return _run([*command], COMMAND_SECONDS)
 
@@ -112,13 +112,13 @@ class Here:
         except (ValueError, EngineError):
             return kind(error=f"{self._ending(said)} ({last[-200:] or 'it said nothing'})")
 
-    def _ending(self, said: Output) -> str:
+    def _ending(self, said: CommandOutput) -> str:
         if said.code is None:
             return f"no answer within {self.probe_seconds:.0f} s"
         return f"its process ended with status {said.code}"
 
 
-def _run(command: list[str], seconds: float) -> Output:
+def _run(command: list[str], seconds: float) -> CommandOutput:
     # Output goes to a file: a grandchild that keeps a pipe open would keep its reader waiting. The
     # file is in memory, as disks may be full.
     with open(os.memfd_create("output"), "w+b") as file:
@@ -127,7 +127,7 @@ def _run(command: list[str], seconds: float) -> Output:
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
         except OSError as e:
-            return Output(None, str(e))
+            return CommandOutput(None, str(e))
         try:
             code: int | None = child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -135,4 +135,4 @@ def _run(command: list[str], seconds: float) -> Output:
             child.kill()
             code = None
         file.seek(0)
-        return Output(code, file.read(LARGEST).decode(errors="replace"))
+        return CommandOutput(code, file.read(LARGEST).decode(errors="replace"))

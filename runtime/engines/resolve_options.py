@@ -9,7 +9,7 @@ import os
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.model_dims import LEAST_TALK, longest_context
+from thor_dflash.core.model_dims import MIN_CONVERSATION, longest_context
 from thor_dflash.package.manifest import Manifest
 
 
@@ -34,7 +34,7 @@ def capacity(config: EngineConfig, found: Manifest) -> int:
         ConfigError: too short for any request, or longer than the models were made for.
     """
     asked = config.capacity or found.capacity
-    least, longest = found.block + LEAST_TALK, longest_context(found.target, found.drafter)
+    least, longest = found.block + MIN_CONVERSATION, longest_context(found.target, found.drafter)
     if not least <= asked <= longest:
         raise ConfigError(
             f"engine.capacity must be {least} to {longest}, the models' longest (got {asked})"

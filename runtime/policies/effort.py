@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thor_dflash.config.tree import BudgetConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.package.manifest import Card
+from thor_dflash.package.manifest import ModelCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Envelope:
     """The answer ends after this many; total - think are reserved for closing message and reply."""
 
 
-def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> Envelope:
+def envelope(config: BudgetConfig, card: ModelCard, close: int, max_tokens: int) -> Envelope:
     """Resolve a budget. `close`: length of the closing message, tokens.
 
     Raises:
@@ -37,7 +37,7 @@ def envelope(config: BudgetConfig, card: Card, close: int, max_tokens: int) -> E
 
 
 def _too_short(
-    config: BudgetConfig, card: Card, close: int, budget: int, max_tokens: int
+    config: BudgetConfig, card: ModelCard, close: int, budget: int, max_tokens: int
 ) -> RequestError:
     """The error for a reply that is not longer than the closing message; names what made it so."""
     least = close + 1
@@ -55,7 +55,7 @@ def _too_short(
     return RequestError(text)
 
 
-def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> int:
+def _reply(config: BudgetConfig, card: ModelCard, budget: int, max_tokens: int) -> int:
     """The card's reply length. A budget given in tokens is not cut, so the reply may get less."""
     if not card.reply:
         raise RequestError(
@@ -64,7 +64,7 @@ def _reply(config: BudgetConfig, card: Card, budget: int, max_tokens: int) -> in
     return card.reply if config.tokens < 0 else min(card.reply, max_tokens - budget)
 
 
-def effort(name: str, card: Card) -> int:
+def effort(name: str, card: ModelCard) -> int:
     """The budget that an effort stands for, tokens.
 
     Raises:

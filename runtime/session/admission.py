@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thor_dflash.config.tree import (
-    AS_MADE,
     NO_BUDGET,
+    NO_DRAFT_LIMITS,
     RELAXED,
     BudgetConfig,
     DraftConfig,
@@ -47,7 +47,7 @@ class Request:
     relaxed: RelaxedConfig | None = None
     """None: strict acceptance."""
     gate: bool = False
-    draft: DraftConfig = AS_MADE
+    draft: DraftConfig = NO_DRAFT_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Desk:
             for name, asked in (
                 ("accept relaxed", request.relaxed is not None),
                 ("gate on", request.gate),
-                ("decode.draft options", request.draft != AS_MADE),
+                ("decode.draft options", request.draft != NO_DRAFT_LIMITS),
             ):
                 if asked:
                     raise RequestError(f"{name} must be used with a drafter (got {got})")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thor_dflash.config.tree import EngineConfig
-from thor_dflash.core.errors import EngineError, NoRoom, PackageError, RequestError
+from thor_dflash.core.errors import EngineError, OutOfMemory, PackageError, RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import amount
@@ -215,7 +215,7 @@ def open_session(
                     f"{package} must stay as it is while it is loaded (got another package); "
                     "open it again"
                 )
-        except NoRoom as e:
+        except OutOfMemory as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
         stack.pop_all()
     return Session(model, text, choice)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import HINT, NO_BUDGET, BudgetConfig, RelaxedConfig
+from thor_dflash.config.tree import CLOSING_MESSAGE, NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.package import manifest as package_manifest
@@ -68,7 +68,7 @@ class LiveBackend:
         self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
         self._rates = Rates(step_sizes=session.model.step_sizes)
-        self._close = session.manifest.card.close or HINT
+        self._close = session.manifest.card.close or CLOSING_MESSAGE
         self._closing = len(self.text.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None

@@ -20,7 +20,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import build as build_verb
-from thor_dflash.config.tree import AS_MADE, NO_BUDGET, BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.config.tree import (
+    NO_BUDGET,
+    NO_DRAFT_LIMITS,
+    BudgetConfig,
+    DraftConfig,
+    RelaxedConfig,
+)
 from thor_dflash.core.errors import ModelFault, RequestError
 from thor_dflash.runtime.text.tokenizer import Text
 
@@ -54,7 +60,7 @@ class Request:
     budget: BudgetConfig = NO_BUDGET
     relaxed: RelaxedConfig | None = None
     gate: bool = False
-    draft: DraftConfig = AS_MADE
+    draft: DraftConfig = NO_DRAFT_LIMITS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from support.samples import MANIFEST
 
 from thor_dflash.cli import main
 from thor_dflash.cli.requests import Question
-from thor_dflash.config.tree import AS_MADE, NO_BUDGET, load
+from thor_dflash.config.tree import NO_BUDGET, NO_DRAFT_LIMITS, load
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request
@@ -46,7 +46,7 @@ def test_what_is_said_of_decoding_reaches_the_session() -> None:
 def test_what_is_not_said_is_left_as_it_was_made() -> None:
     request = asked("decode.relaxed.k=2")  # has no effect without decode.accept=relaxed
     assert (request.gate, request.relaxed) == (False, None)
-    assert (request.draft, request.budget) == (AS_MADE, NO_BUDGET)
+    assert (request.draft, request.budget) == (NO_DRAFT_LIMITS, NO_BUDGET)
     assert request.drafter == "dflash", "the package's own"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from thor_dflash.cli import main
 from thor_dflash.core import progress
-from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose, say
+from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose, print_line
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +185,8 @@ class Interrupted(io.StringIO):
 def test_a_line_that_is_interrupted_stays_a_line() -> None:
     stream = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        say(stream, "examining")
-    say(stream, "interrupted")
+        print_line(stream, "examining")
+    print_line(stream, "interrupted")
     assert stream.getvalue() == "examining\ninterrupted\n"
 
 

@@ -17,7 +17,7 @@ from support.poisoned_memory import poison
 from support.rounding_error import hold_as_near
 
 from thor_dflash.config.tree import BuildConfig, EngineConfig
-from thor_dflash.core.errors import NoRoom
+from thor_dflash.core.errors import OutOfMemory
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
@@ -285,6 +285,6 @@ def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) ->
     fill = RandomWeights(tmp_path, config.cubins_directory)
     with (
         closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
-        pytest.raises(NoRoom, match=r"must fit .* weights .* cache .* together"),
+        pytest.raises(OutOfMemory, match=r"must fit .* weights .* cache .* together"),
     ):
         Model(engine, made, 20_000_000, made.block)

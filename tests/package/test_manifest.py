@@ -17,7 +17,7 @@ from support.unprivileged import unprivileged
 from support.waiting import until
 
 from thor_dflash.core.errors import PackageError
-from thor_dflash.core.progress import Silent, Task
+from thor_dflash.core.progress import ProgressTask, Silent
 from thor_dflash.package import manifest as m
 from thor_dflash.package.manifest import (
     MAGIC,
@@ -300,11 +300,11 @@ def test_verify_reports_every_byte(tmp_path: Path) -> None:
     told: dict[str, list[int | None]] = {}
 
     class Counting(Silent):
-        def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
             told[label] = [total]
             task: Any = super().task(label, total, unit)
             task.advance = told[label].append
-            return cast("Task", task)
+            return cast("ProgressTask", task)
 
     with checking(tmp_path, manifest, Counting()):
         time.sleep(0.1)  # the weights are hashed before anybody waits for them

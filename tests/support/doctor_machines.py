@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 
-from thor_dflash.package.trt_engine import Made, Plan, render
+from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, render
 from thor_dflash.runtime.doctor import software
-from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Gpu, Nvrtc, TensorRT
 
 GB, MHZ = 10**9, 10**6
 TEGRA = "etc/nv_tegra_release"
@@ -18,7 +18,7 @@ EVERYTHING = {name: "99.0" for parts in software.EXTRAS.values() for name in par
 NO_DRIVER = Cuda(error="no driver: libcuda.so.1 is not there")
 COMPILER = Nvrtc(version="13.0", seconds=0.3)
 NO_TENSORRT = TensorRT(error="ModuleNotFoundError: No module named 'tensorrt'")
-NO_MACHINE = Output(None, "No such file or directory")
+NO_MACHINE = CommandOutput(None, "No such file or directory")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pretend:
             "proc/meminfo": "MemTotal: 32000000 kB\nMemFree: 1 kB\nMemAvailable: 24000000 kB"
         }
     )
-    commands: Mapping[str, Output] = field(default_factory=dict)
+    commands: Mapping[str, CommandOutput] = field(default_factory=dict)
     gpu: Cuda = NO_DRIVER
     compiler: Nvrtc = COMPILER
     trt: TensorRT = NO_TENSORRT
@@ -50,7 +50,7 @@ class Pretend:
         every = {path.rpartition("/")[0] for path in self.files} | set(self.files)
         return sorted(path for path in every if fnmatch(path, pattern))
 
-    def run(self, *command: str) -> Output:
+    def run(self, *command: str) -> CommandOutput:
         return self.commands.get(" ".join(command), NO_MACHINE)
 
     def space(self, directory: str) -> int:
@@ -98,13 +98,13 @@ THOR = Pretend(
         **devfreq("gpu-gpc-0", 1575, 1575, 1575),
         **devfreq("bwmgr", 4266, 4266, 4266),
     },
-    commands={"nvpmodel -q": Output(0, "NV Power Mode: MAXN\n0\n")},
+    commands={"nvpmodel -q": CommandOutput(0, "NV Power Mode: MAXN\n0\n")},
 )
 
 
 def built_on(gpu: Gpu) -> str:
     """Returns the description of an engine that TensorRT 10.13.3.9 built on a device."""
-    made = Made(
+    made = BuildEnvironment(
         tensorrt="10.13.3.9",
         capability=gpu.capability,
         device=gpu.name,
@@ -112,7 +112,7 @@ def built_on(gpu: Gpu) -> str:
         kernels="k",
     )
     return render(
-        Plan(
+        EngineDescription(
             name="verify",
             file="verify.plan",
             sha256="0",

@@ -15,10 +15,10 @@ from thor_dflash.core.model_dims import (
 from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.package.manifest import (
     NAME,
+    CheckpointSource,
     KvScales,
     Manifest,
-    Share,
-    Source,
+    TensorTotals,
     checking,
     hash_file,
     render,
@@ -67,10 +67,10 @@ MANIFEST = Manifest(
     drafter=DRAFTER,
     kv_scales=KvScales(layers=1, low=0.5, high=2.0),
     quantisation={
-        "mlp": {"nvfp4": Share(count=12, bytes=4096)},
-        "head": {"bf16": Share(count=1, bytes=9)},
+        "mlp": {"nvfp4": TensorTotals(count=12, bytes=4096)},
+        "head": {"bf16": TensorTotals(count=1, bytes=9)},
     },
-    sources={"target": Source(directory="nano", config_sha256="ab" * 32)},
+    sources={"target": CheckpointSource(directory="nano", config_sha256="ab" * 32)},
     files={},
 )
 

@@ -21,7 +21,7 @@ from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.package import trt_engine as sidecar
-from thor_dflash.package.trt_engine import Plan
+from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.cuda.driver import Info
 from thor_dflash.plugins.launch import THOR
 
@@ -59,7 +59,7 @@ class Recorded:
     out: Path
     engines: dict[str, recorder.Built]
 
-    def card(self, graph: str) -> Plan:
+    def card(self, graph: str) -> EngineDescription:
         """Returns the description of a graph's engine that the package holds."""
         return sidecar.read(self.out, graph)
 

@@ -14,7 +14,7 @@ from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import Manifest, hash_file
-from thor_dflash.package.trt_engine import Made, Plan, PlanNode
+from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, PluginCall
 from thor_dflash.runtime.engines.tensorrt.compatibility import Here
 
 
@@ -34,10 +34,10 @@ def planned(out: Path, here: Here) -> Path:
     return out
 
 
-def describe(program: Program, engine: Path, here: Here) -> Plan:
+def describe(program: Program, engine: Path, here: Here) -> EngineDescription:
     """The description (sidecar file) of an engine."""
     deployed = deploy(program)
-    return Plan(
+    return EngineDescription(
         name=program.name,
         file=engine.name,
         sha256=hash_file(engine).sha256,
@@ -47,16 +47,16 @@ def describe(program: Program, engine: Path, here: Here) -> Plan:
         weights=deployed.weights,
         in_place=deployed.in_place,
         nodes=tuple(
-            PlanNode(name=name, op=node.room, fields=node.fields())
+            PluginCall(name=name, op=node.room, fields=node.fields())
             for name, node in deployed.plugins
         ),
         made=made_of(here),
     )
 
 
-def made_of(here: Here) -> Made:
+def made_of(here: Here) -> BuildEnvironment:
     """The versions and device that the description of an engine built on this machine records."""
-    return Made(
+    return BuildEnvironment(
         tensorrt=here.tensorrt,
         capability=here.capability,
         device=here.device,

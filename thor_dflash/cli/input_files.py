@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import as_list, as_table, once, show
+from thor_dflash.core.strict_records import as_list, as_table, show, unique_keys
 from thor_dflash.runtime.text.messages import chat
 
 LIMIT = 64 << 20
@@ -26,7 +26,7 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
             text = file.read(limit + 1)
         if len(text) > limit:
             raise RequestError(f"{path} must be <= {limit} bytes (got more)")
-        return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=once))
+        return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except RecursionError as e:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from thor_dflash.cli import stdio
 from thor_dflash.cli.parser import listed, parse
 from thor_dflash.core.errors import ConfigError, ThorError
-from thor_dflash.core.progress import say
+from thor_dflash.core.progress import print_line
 from thor_dflash.core.strict_records import cut, one_line
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ _PUT_OFF = 0.02
 
 
 def _complain(text: str) -> None:
-    say(sys.stderr, f"thor-dflash: {one_line(text)}")
+    print_line(sys.stderr, f"thor-dflash: {one_line(text)}")
 
 
 def run(argv: Sequence[str]) -> int:

@@ -43,7 +43,7 @@ def _within(key: str, value: float) -> None:
         raise ConfigError(f"{key} must be above 0 and at most 1 (got {value})")
 
 
-HINT = (
+CLOSING_MESSAGE = (
     "Considering the limited time by the user, I have to give the solution based on the thinking "
     "directly now.\n</think>\n\n"
 )
@@ -72,7 +72,7 @@ class CardConfig:
     high: int = 0
     x_high: int = 0
     max: int = 0
-    close: str = HINT
+    close: str = CLOSING_MESSAGE
     """The message that closes thinking at its budget. Must hold </think> once, followed by at most
     a blank line if grammars are to be used."""
     source: str = ""
@@ -260,7 +260,7 @@ class DraftConfig:
             _at_least(f"decode.draft.{name}", getattr(self, name), 0)
 
 
-AS_MADE = DraftConfig()
+NO_DRAFT_LIMITS = DraftConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

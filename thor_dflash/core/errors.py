@@ -40,7 +40,7 @@ class EngineError(ThorError):
     """An engine, a graph or the device cannot do what is asked of it."""
 
 
-class NoRoom(EngineError):
+class OutOfMemory(EngineError):
     """The package does not fit in memory. Nothing was allocated."""
 
     def __init__(self, text: str, lacks: int) -> None:

@@ -89,7 +89,7 @@ class DrafterDims:
     max_position: int
 
 
-LEAST_TALK = 2
+MIN_CONVERSATION = 2
 """Tokens of the shortest prompt and its answer. A context needs one more block, kept free."""
 
 

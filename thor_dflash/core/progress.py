@@ -18,7 +18,7 @@ INTERVAL = 2.0
 State = Literal["going", "done", "failed"]
 
 
-class Task(Protocol):
+class ProgressTask(Protocol):
     """One task in progress."""
 
     def advance(self, n: int) -> None:
@@ -38,7 +38,7 @@ class Task(Protocol):
 class Progress(Protocol):
     """Reports the progress of tasks."""
 
-    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         """Begin a task of `total` units; None: unknown."""
         ...
 
@@ -65,7 +65,7 @@ def _part(done: int, total: int | None, unit: str) -> str:
     return f"{amount(done, unit if unit == 'bytes' else '')} of {amount(total, unit)}"
 
 
-def say(stream: TextIO, text: str) -> None:
+def print_line(stream: TextIO, text: str) -> None:
     """Print a line if possible: a full disk or a reader that has gone must not affect the work or
     the exit status.
     """
@@ -77,7 +77,7 @@ def say(stream: TextIO, text: str) -> None:
 class Silent:
     """Reports nothing."""
 
-    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         """See Progress."""
         return _Counter(lambda done, state: None)
 
@@ -92,21 +92,21 @@ class Lines:
         self._stream = stream
         self._clock = clock
 
-    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         """See Progress."""
         start = last = self._clock()
         whole = "" if total is None else f" {amount(total, unit)}"
-        say(self._stream, f"{label}{whole}")
+        print_line(self._stream, f"{label}{whole}")
 
         def show(done: int, state: State) -> None:
             nonlocal last
             now = self._clock()
             if state == "done" and now - start >= INTERVAL:
                 what = f": {amount(done, unit)}" if done else ""
-                say(self._stream, f"{label} done{what} in {now - start:.1f} s")
+                print_line(self._stream, f"{label} done{what} in {now - start:.1f} s")
             elif state == "going" and now - last >= INTERVAL:
                 last = now
-                say(self._stream, f"{label} {_part(done, total, unit)}")
+                print_line(self._stream, f"{label} {_part(done, total, unit)}")
 
         return _Counter(show)
 
@@ -114,9 +114,9 @@ class Lines:
         """See Progress."""
 
 
-class _Unheard:
+class _WriteErrorsIgnored:
     """A terminal stream that ignores write errors, because a process may outlive its terminal (see
-    `say`).
+    `print_line`).
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -150,7 +150,7 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
-            console=Console(file=cast("TextIO", _Unheard(stream))),
+            console=Console(file=cast("TextIO", _WriteErrorsIgnored(stream))),
             transient=True,
             # rich would send to the terminal what is written to stdout while a bar shows, even if
             # stdout is a file. Nothing is written there before the bars have gone.
@@ -158,7 +158,7 @@ class Bars:
         )
         self._open = 0
 
-    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         """See Progress."""
         self._bars.start()
         self._open += 1

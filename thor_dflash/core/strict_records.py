@@ -95,7 +95,7 @@ def as_list(value: object) -> list[object] | None:
     return typing.cast("list[object]", value) if isinstance(value, list) else None
 
 
-def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The `object_pairs_hook` of a JSON parser that refuses a key given twice: which of its values
     counts is not defined.
 

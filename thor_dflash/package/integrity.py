@@ -9,12 +9,12 @@ from errno import ELOOP
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 
-STRANGE = "that no build wrote"
+UNEXPECTED = "that no build wrote"
 """How the text of anything unexpected ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class DirectoryProblems:
     """The problems found, as texts that begin with a path inside the directory."""
 
     closed: list[str] = field(default_factory=list[str])
@@ -23,11 +23,11 @@ class Contents:
     """Files that are missing or of another size, and anything unexpected."""
 
 
-def look(root: Path, sizes: Mapping[str, int], besides: str) -> Contents:
+def inspect(root: Path, sizes: Mapping[str, int], besides: str) -> DirectoryProblems:
     """Check for the files in `sizes` (path -> bytes), and for any file, link or directory other
     than those and `besides`. Expected files are opened but not read.
     """
-    found, behind, extra = Contents(), set[str](), list[str]()
+    found, behind, extra = DirectoryProblems(), set[str](), list[str]()
     folders = {str(parent) for name in sizes for parent in PurePosixPath(name).parents} | {"."}
     known = sizes.keys() | folders | {besides}
     for folder in sorted(folders):
@@ -43,7 +43,7 @@ def look(root: Path, sizes: Mapping[str, int], besides: str) -> Contents:
     for name, size in sizes.items():
         if not _below(name, behind):
             _look_at(root / name, name, size, found)
-    found.wrong.extend(f"{name} {STRANGE}" for name in extra)
+    found.wrong.extend(f"{name} {UNEXPECTED}" for name in extra)
     return found
 
 
@@ -66,7 +66,7 @@ def _inside(root: Path, folder: str) -> set[str]:
         return set()
 
 
-def _look_at(path: Path, name: str, size: int, found: Contents) -> None:
+def _look_at(path: Path, name: str, size: int, found: DirectoryProblems) -> None:
     try:
         stat = path.stat()
         regular = S_ISREG(stat.st_mode)

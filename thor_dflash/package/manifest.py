@@ -54,7 +54,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class TensorTotals:
     """Number and size of the tensors of one class that are stored in one precision."""
 
     count: int
@@ -72,7 +72,7 @@ class KvScales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class ModelCard:
     """The model card: recommended lengths, in tokens. All 0: there is none."""
 
     max_tokens: int = 0
@@ -92,7 +92,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CheckpointSource:
     """A checkpoint the package was built from."""
 
     directory: str
@@ -134,11 +134,11 @@ class Manifest:
     """Tensors of the checkpoints that no graph uses."""
     target: TargetDims
     drafter: DrafterDims | None = None
-    card: Card = field(default_factory=Card)
+    card: ModelCard = field(default_factory=ModelCard)
     kv_scales: KvScales = field(default_factory=KvScales)
-    quantisation: Mapping[str, Mapping[str, Share]]
+    quantisation: Mapping[str, Mapping[str, TensorTotals]]
     """Tensor class -> stored precision -> number and size of tensors."""
-    sources: Mapping[str, Source]
+    sources: Mapping[str, CheckpointSource]
     """"target" and, if there is one, "drafter"."""
     files: Mapping[str, FileEntry]
     """Path inside the package, with `/` -> hash and size. Excludes the manifest."""
@@ -303,7 +303,7 @@ def check_files(package: Path, manifest: Manifest) -> None:
         PackageError: names the files that are missing, truncated, unreadable or extra.
     """
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    found = integrity.look(package, sizes, NAME)
+    found = integrity.inspect(package, sizes, NAME)
     # Reported before other problems: an unreadable file may be intact, and a rebuild is no remedy.
     if found.closed:
         raise PackageError(
@@ -328,7 +328,7 @@ def _refuse(package: Path, problems: Sequence[str]) -> None:
 
 
 def _refusal(package: Path, problems: Sequence[str]) -> PackageError:
-    strange = all(text.endswith(integrity.STRANGE) for text in problems)
+    strange = all(text.endswith(integrity.UNEXPECTED) for text in problems)
     remedy = "remove it" if strange else REBUILD
     return PackageError(f"{package} must hold what was built (got {_named(problems)}); {remedy}")
 

@@ -20,7 +20,7 @@ ENDING = ".plan.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class BuildEnvironment:
     """What an engine was built with."""
 
     tensorrt: str
@@ -38,7 +38,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanNode:
+class PluginCall:
     """One plugin of an engine."""
 
     name: str
@@ -49,7 +49,7 @@ class PlanNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EngineDescription:
     """One graph as a TensorRT engine. Every tensor that the engine binds is an input, an output or
     a weight; weights are bound like inputs, so that all engines of a package share one copy.
     """
@@ -69,22 +69,22 @@ class Plan:
     """Engine tensor -> its contents. uint8 [n] is bound as int32 [n / 4]."""
     in_place: tuple[str, ...] = ()
     """Outputs that overwrite the input whose next value they are."""
-    nodes: tuple[PlanNode, ...]
+    nodes: tuple[PluginCall, ...]
     """Every plugin in the engine file, once."""
-    made: Made
+    made: BuildEnvironment
     tactics: Mapping[str, str] = field(default_factory=dict[str, str])
     """Layer -> the tactic that TensorRT chose; for information only."""
 
 
-def render(plan: Plan) -> str:
+def render(plan: EngineDescription) -> str:
     """The text of a .plan.json file."""
     return json.dumps(strict_records.encode(plan), indent=1) + "\n"
 
 
-def read(package: Path, name: str) -> Plan:
+def read(package: Path, name: str) -> EngineDescription:
     """Read the description of one engine of a package.
 
     Raises:
         PackageError: it is missing, or not as this version writes it.
     """
-    return strict_records.load(Plan, package / f"{name}{ENDING}", PackageError)
+    return strict_records.load(EngineDescription, package / f"{name}{ENDING}", PackageError)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thor_dflash.core.errors import NoRoom
+from thor_dflash.core.errors import OutOfMemory
 from thor_dflash.core.progress import amount
 
 ALIGNMENT = 256
@@ -51,10 +51,10 @@ class Arena:
         """Check that the arena fits in `free` bytes.
 
         Raises:
-            NoRoom: it does not; the message has the memory table.
+            OutOfMemory: it does not; the message has the memory table.
         """
         if (lacks := self.nbytes + RESERVE - free) > 0:
-            raise NoRoom(
+            raise OutOfMemory(
                 f"the package must fit in {amount(free, 'bytes')} of free device memory "
                 f"(got {self.describe()}, graphs and driver {amount(RESERVE, 'bytes')}: "
                 f"{amount(self.nbytes + RESERVE, 'bytes')} together, {amount(lacks, 'bytes')} too "

@@ -176,7 +176,7 @@ class Board(ABC):
         """Allocate and zero the counted memory and place the tensors; return its address.
 
         Raises:
-            NoRoom: it does not fit.
+            OutOfMemory: it does not fit.
         """
         self._arena.check(self._driver.free_memory())
         base = self._arena.base = self._driver.allocate(self._arena.nbytes)

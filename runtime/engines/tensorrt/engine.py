@@ -30,7 +30,7 @@ from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Weight
-from thor_dflash.package.trt_engine import Plan
+from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Shaped
@@ -56,7 +56,7 @@ class PlanGraph:
     """An engine's description and its ports."""
 
     name: str
-    plan: Plan
+    plan: EngineDescription
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
 
@@ -129,7 +129,7 @@ class TensorRTEngine(Board):
         self._warm_up()
         self._owned["contexts"] = max(0, free - self._driver.free_memory())
 
-    def _deserialise(self, plans: Sequence[Plan]) -> None:
+    def _deserialise(self, plans: Sequence[EngineDescription]) -> None:
         """Register the plugins that the engines use, then load the engine files."""
         directory, overlap = self._config.cubins_directory, self._config.overlap
         kernels = Kernels(self._driver, self.info.device, directory, overlap=overlap)
@@ -159,7 +159,7 @@ class TensorRTEngine(Board):
             )
         return engine
 
-    def _working(self, plan: Plan) -> int:
+    def _working(self, plan: EngineDescription) -> int:
         engine = self._engines[plan.file]
         return int(engine.get_device_memory_size_for_profile_v2(plan.profile))
 
@@ -214,7 +214,11 @@ class TensorRTEngine(Board):
             )
 
     def _shape(
-        self, context: trt.IExecutionContext, plan: Plan, name: str, shape: tuple[int, ...]
+        self,
+        context: trt.IExecutionContext,
+        plan: EngineDescription,
+        name: str,
+        shape: tuple[int, ...],
     ) -> None:
         if context.set_input_shape(name, shape):
             return
@@ -272,7 +276,7 @@ class TensorRTEngine(Board):
         super().close()
 
 
-def _plan(call: Call) -> Plan:
+def _plan(call: Call) -> EngineDescription:
     graph = call.graph
     assert isinstance(graph, PlanGraph)
     return graph.plan
@@ -282,16 +286,16 @@ def _bound(weight: Weight) -> tuple[int, ...]:
     return tensor_of(Shaped(DType(weight.dtype), weight.shape)).shape
 
 
-def _must(done: bool, plan: Plan, messages: Messages) -> None:
+def _must(done: bool, plan: EngineDescription, messages: Messages) -> None:
     if not done:
         raise _refusal(plan, messages)
 
 
-def _refusal(plan: Plan, messages: Messages) -> EngineError:
+def _refusal(plan: EngineDescription, messages: Messages) -> EngineError:
     return EngineError(f"TensorRT engine {plan.name} must take its tensors (got: {messages.why})")
 
 
-def _check_tensors(plan: Plan, engine: trt.ICudaEngine) -> None:
+def _check_tensors(plan: EngineDescription, engine: trt.ICudaEngine) -> None:
     """Check that the engine binds exactly the tensors in its description."""
     found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
     wanted = {*plan.inputs, *plan.outputs, *plan.weights}

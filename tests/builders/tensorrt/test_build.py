@@ -25,7 +25,7 @@ from thor_dflash.builders.tensorrt import package
 from thor_dflash.builders.tensorrt.profiles import Range, session_ranges
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import EngineError
-from thor_dflash.core.model_dims import LEAST_TALK, DraftLayerDims
+from thor_dflash.core.model_dims import MIN_CONVERSATION, DraftLayerDims
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
@@ -171,7 +171,7 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
                     assert least == best == most == letter
                     continue
                 letters.add(letter)
-                for capacity in (found.block + LEAST_TALK, CAPACITY, longest):
+                for capacity in (found.block + MIN_CONVERSATION, CAPACITY, longest):
                     assert least <= needed(found, letter, capacity) <= most
                 fits = needed(found, letter, CAPACITY)
                 assert least <= best <= most

@@ -21,7 +21,7 @@ from thor_dflash.builders.model_card import make_card
 from thor_dflash.cli import main
 from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
-from thor_dflash.core.model_dims import LEAST_TALK
+from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.tokenizer_files import addressed_ids
 from thor_dflash.runtime.session import session
@@ -163,7 +163,7 @@ def test_a_size_is_taken_up_to_its_bound(key: str, most: object, more: object) -
 
 def test_a_context_is_as_short_as_a_block_and_a_talk_and_by_default_not_as_long_as_it_can() -> None:
     whole = read_target(NANO)
-    assert make_plan(whole, None, BuildConfig(capacity=BLOCK + LEAST_TALK)).capacity == 18
+    assert make_plan(whole, None, BuildConfig(capacity=BLOCK + MIN_CONVERSATION)).capacity == 18
     longer = replace(whole, dims=replace(whole.dims, max_position=2 * CAPACITY))
     assert make_plan(longer, None, BuildConfig()).capacity == CAPACITY
 

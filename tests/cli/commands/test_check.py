@@ -20,7 +20,7 @@ from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.model_dims import LEAST_TALK
+from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.session import Session, open_session
@@ -79,7 +79,7 @@ def test_an_option_that_does_not_fit_the_reference_is_told_with_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = built(tmp_path / "one", block=8), built(tmp_path / "two")
-    context = ["-s", f"engine.capacity={8 + LEAST_TALK}", "-s", "engine.threads=1"]
+    context = ["-s", f"engine.capacity={8 + MIN_CONVERSATION}", "-s", "engine.threads=1"]
     assert main.main(["check", "--package", one, "--reference", two, *context]) == 2
     assert f"thor-dflash: {two}: engine.capacity must be " in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from support.loop_models import prompt, session
 from thor_dflash.cli import main
 from thor_dflash.cli.commands.generate import _read, _stream
 from thor_dflash.core import progress
-from thor_dflash.core.progress import Silent, Task, _Counter
+from thor_dflash.core.progress import ProgressTask, Silent, _Counter
 from thor_dflash.runtime.decoding.loop import Chunk
 from thor_dflash.runtime.text.tokenizer import Answer
 
@@ -42,7 +42,7 @@ class Told(Silent):
     def __init__(self) -> None:
         self.done: dict[str, int] = {}
 
-    def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         def show(done: int, state: str) -> None:
             self.done[label] = done
 

@@ -19,7 +19,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.cli import main, parser
 from thor_dflash.cli.commands import profile as profile_verb
 from thor_dflash.config.tree import BuildConfig
-from thor_dflash.core.progress import Silent, Task
+from thor_dflash.core.progress import ProgressTask, Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.doctor import jetson
 from thor_dflash.runtime.doctor.facts import Finding
@@ -351,7 +351,7 @@ def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.Monkey
         return "an answer"
 
     class Told(Silent):
-        def task(self, label: str, total: int | None = None, unit: str = "") -> Task:
+        def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
             assert (total, unit) == (4, "s")
             task = super().task(label)
             task.advance = told.append  # type: ignore[method-assign]

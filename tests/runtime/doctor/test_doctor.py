@@ -34,25 +34,25 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.package.manifest import FileEntry, Manifest, Share
+from thor_dflash.package.manifest import FileEntry, Manifest, TensorTotals
 from thor_dflash.runtime.doctor import software
-from thor_dflash.runtime.doctor.examine import Report, examine
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.examine import DoctorReport, examine
+from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Finding, Nvrtc, TensorRT
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
 from thor_dflash.runtime.engines.memory_estimate import needs, per_token
 from thor_dflash.runtime.session import open_session
 
 
-def examined(machine: Pretend, path: Path | None = None, **options: int) -> Report:
+def examined(machine: Pretend, path: Path | None = None, **options: int) -> DoctorReport:
     return examine(machine, EngineConfig(**options), path)  # type: ignore[arg-type]
 
 
-def found(report: Report, item: str) -> Finding:
+def found(report: DoctorReport, item: str) -> Finding:
     return next(finding for finding in report.findings if finding.item == item)
 
 
-def off(report: Report) -> dict[str, str]:
+def off(report: DoctorReport) -> dict[str, str]:
     """Items that are not ok, and their state."""
     return {f.item: f.state for f in report.findings if f.state != "ok"}
 
@@ -129,7 +129,7 @@ def test_an_h100_lacks_nothing_but_tensorrt() -> None:
          "jetpack", "wrong", "L4T 36.4.3; Thor needs JetPack 7", "flash"),
         (replace(THOR, files={**THOR.files, TEGRA: "# R40 (release), REVISION: 1.0"}),
          "jetpack", "warn", "known are 7.0 (L4T 38.2)", ""),
-        (replace(THOR, commands={"nvpmodel -q": Output(0, "NV Power Mode: 70W\n2\n")}),
+        (replace(THOR, commands={"nvpmodel -q": CommandOutput(0, "NV Power Mode: 70W\n2\n")}),
          "power mode", "warn", "70W", "sudo nvpmodel -m 0"),
         (replace(THOR, commands={}), "power mode", "warn", "nvpmodel -q said", "sudo nvpmodel -q"),
         (replace(THOR, files={**THOR.files, **devfreq("gpu-gpc-0", 306, 1575, 1575)}),
@@ -154,7 +154,7 @@ def test_clocks_come_from_jetson_clocks_where_the_kernel_hides_them() -> None:
         "EMC MinFreq=665600000 MaxFreq=4266000000 CurrentFreq=665600000 FreqOverride=0\n"
     )
     hidden = {n: text for n, text in THOR.files.items() if "devfreq" not in n}
-    said = {**THOR.commands, "jetson_clocks --show": Output(0, shown)}
+    said = {**THOR.commands, "jetson_clocks --show": CommandOutput(0, shown)}
     report = examined(replace(THOR, files=hidden, commands=said))
     assert found(report, "GPU clock").state == "ok"
     assert found(report, "EMC clock").text == "666 MHz of 4266, free to fall to 666"
@@ -209,9 +209,12 @@ def test_a_package_of_the_27b_fits_a_thor_and_no_laptop() -> None:
 
 
 def test_a_package_of_the_27b_for_a_cpu_is_far_larger_in_memory() -> None:
-    shares = {"mlp": {"nvfp4": Share(count=3, bytes=9 * GB), "fp8": Share(count=1, bytes=2 * GB)},
-              "drafter.fc": {"bf16": Share(count=1, bytes=GB)}}  # fmt: skip
-    on_cpu = replace(BIG, engine="ort", quantisation=shares)
+    mlp = {
+        "nvfp4": TensorTotals(count=3, bytes=9 * GB),
+        "fp8": TensorTotals(count=1, bytes=2 * GB),
+    }
+    stored = {"mlp": mlp, "drafter.fc": {"bf16": TensorTotals(count=1, bytes=GB)}}
+    on_cpu = replace(BIG, engine="ort", quantisation=stored)
     assert needs(on_cpu, 8192)["unpacked weights"] == (2 * (4 * 16 + 4 * 2) + 2) * GB
     finding = fitting(LAPTOP, on_cpu)["package memory"]
     assert (finding.state, finding.remedy) == ("wrong", "free memory")
@@ -381,7 +384,7 @@ def test_a_driver_that_a_package_has_no_use_for_is_not_wrong(tmp_path: Path) -> 
 def test_the_verb_tells_wrong_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.Here", lambda: LAPTOP)
+    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.LocalMachine", lambda: LAPTOP)
     assert main.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ok     python            3.12 on x86_64" in text

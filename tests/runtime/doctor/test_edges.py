@@ -30,14 +30,14 @@ from thor_dflash.package import manifest
 from thor_dflash.package.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.doctor import jetson, software
-from thor_dflash.runtime.doctor.examine import Report, examine
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Nvrtc, Output, TensorRT
+from thor_dflash.runtime.doctor.examine import DoctorReport, examine
+from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Finding, Gpu, Nvrtc, TensorRT
 from thor_dflash.runtime.doctor.package import fits, read
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
 from thor_dflash.runtime.engines.memory_estimate import needs, shorter
 
 
-def examined(machine: Pretend) -> Report:
+def examined(machine: Pretend) -> DoctorReport:
     return examine(machine, EngineConfig(), None)
 
 
@@ -220,7 +220,7 @@ def test_a_release_has_a_last_number_also_where_it_is_not_written(release: str, 
 
 @pytest.mark.parametrize("mode", ["MAXN", "MAXN_SUPER", "maxn"])
 def test_every_mode_without_limits_is_the_fastest(mode: str) -> None:
-    said = {"nvpmodel -q": Output(0, f"NV Power Mode: {mode}\n0\n")}
+    said = {"nvpmodel -q": CommandOutput(0, f"NV Power Mode: {mode}\n0\n")}
     finding = jetson.power(replace(THOR, commands=said))
     assert (finding.state, finding.text) == ("ok", mode)
 
@@ -237,7 +237,7 @@ class Asked(Pretend):
 
     ran: list[str] = field(default_factory=list[str])
 
-    def run(self, *command: str) -> Output:
+    def run(self, *command: str) -> CommandOutput:
         self.ran.append(" ".join(command))
         return super().run(*command)
 
@@ -247,7 +247,7 @@ def test_clocks_are_asked_of_jetson_clocks_only_where_the_kernel_does_not_tell_t
         "GPU MinFreq=1 MaxFreq=2000000 CurrentFreq=1\n"
         "EMC MinFreq=1 MaxFreq=4266000000 CurrentFreq=665600000\n"
     )
-    said = {**THOR.commands, "jetson_clocks --show": Output(0, other)}
+    said = {**THOR.commands, "jetson_clocks --show": CommandOutput(0, other)}
     all_told = Asked(commands=said, files=THOR.files)
     assert [f.state for f in jetson.clocks(all_told)] == ["ok", "ok"]
     assert all_told.ran == [], "it takes a second, and root"
@@ -370,7 +370,7 @@ def test_sizes_are_not_accepted_where_nothing_can_check_them(
     capsys: pytest.CaptureFixture[str],
     key: str,
 ) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.Here", lambda: LAPTOP)
+    monkeypatch.setattr("thor_dflash.runtime.doctor.local_machine.LocalMachine", lambda: LAPTOP)
     assert main.main(["doctor", "--set", f"{key}=7"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"thor-dflash: {key} must go with --package (got none)\n")

@@ -17,17 +17,19 @@ import pytest
 from support.unprivileged import asked_unprivileged
 
 from thor_dflash.runtime.doctor import probe
-from thor_dflash.runtime.doctor.facts import Output, TensorRT
-from thor_dflash.runtime.doctor.local_machine import Here
+from thor_dflash.runtime.doctor.facts import CommandOutput, TensorRT
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
 
 def test_here_answers_and_never_raises(tmp_path: Path) -> None:
-    here = Here()
+    here = LocalMachine()
     assert here.version("numpy")
     assert here.version("no-such-thing") == ""
     assert here.text("no/such/file") == ""
     assert here.run("no-such-command").code is None
-    assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == Output(3, "x\n")
+    assert here.run(sys.executable, "-c", "print('x'); raise SystemExit(3)") == CommandOutput(
+        3, "x\n"
+    )
     assert here.space(str(tmp_path / "new" / "folder")) > 0
     assert here.space("~nobody-of-this-name/cubins") == -1
     assert here.space("n" * 300) == -1  # longer than the name of a file may be
@@ -43,7 +45,7 @@ def test_files_are_read_as_far_as_they_are_text_and_found_in_order(tmp_path: Pat
     for name in "cab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_bytes(b"\xff0x10de\0\n")
-    here = Here(root=tmp_path)
+    here = LocalMachine(root=tmp_path)
     assert here.text("a/vendor") == "\ufffd0x10de"
     assert here.paths("*/vendor") == ["a/vendor", "b/vendor", "c/vendor"]
 
@@ -55,7 +57,7 @@ def test_a_command_does_not_take_what_the_user_types() -> None:
     before = os.dup(0)
     os.dup2(read, 0)
     try:
-        assert Here().run("cat") == Output(0, "")
+        assert LocalMachine().run("cat") == CommandOutput(0, "")
     finally:
         os.dup2(before, 0)
         for handle in (before, read):
@@ -86,18 +88,18 @@ def test_a_kernel_that_does_not_compile_leaves_the_version_of_its_compiler() -> 
 
 def test_what_a_command_says_on_either_stream_is_heard() -> None:
     code = "import sys; print('no libcuda', file=sys.stderr)"
-    assert Here().run(sys.executable, "-c", code) == Output(0, "no libcuda\n")
+    assert LocalMachine().run(sys.executable, "-c", code) == CommandOutput(0, "no libcuda\n")
 
 
 def test_a_command_is_heard_where_no_disk_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing can be made
-    assert Here().run(sys.executable, "-c", "print('x')") == Output(0, "x\n")
+    assert LocalMachine().run(sys.executable, "-c", "print('x')") == CommandOutput(0, "x\n")
 
 
 def test_a_directory_that_is_closed_has_no_room(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     for directory in (tmp_path, tmp_path / "new" / "folder"):
-        assert asked_unprivileged(partial(Here().space, str(directory))) == -1
+        assert asked_unprivileged(partial(LocalMachine().space, str(directory))) == -1
     tmp_path.chmod(0o700)
 
 
@@ -112,7 +114,7 @@ def test_a_query_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Seen)
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "import time; time.sleep(60)"])
     start = time.monotonic()
-    assert "no answer within 1 s" in Here(probe_seconds=1.0).cuda().error
+    assert "no answer within 1 s" in LocalMachine(probe_seconds=1.0).cuda().error
     assert [child.wait(30) for child in children] == [-signal.SIGKILL], "it holds the driver"
     assert time.monotonic() - start < 30
 
@@ -122,9 +124,9 @@ def test_a_query_that_crashes_says_so_unless_it_had_answered_before(
 ) -> None:
     crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format("bang")])
-    assert "status -11 (bang)" in Here().tensorrt().error
+    assert "status -11 (bang)" in LocalMachine().tensorrt().error
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "raise SystemExit(3)"])
-    assert "status 3 (it said nothing)" in Here().tensorrt().error
+    assert "status 3 (it said nothing)" in LocalMachine().tensorrt().error
     said = json.dumps({"bindings": "10.13.3"})
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(said)])
-    assert Here().tensorrt() == TensorRT(bindings="10.13.3")
+    assert LocalMachine().tensorrt() == TensorRT(bindings="10.13.3")

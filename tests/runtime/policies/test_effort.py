@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from thor_dflash.builders.model_card import make_card
-from thor_dflash.config.tree import HINT, BudgetConfig, CardConfig
+from thor_dflash.config.tree import CLOSING_MESSAGE, BudgetConfig, CardConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.package.manifest import Card
+from thor_dflash.package.manifest import ModelCard
 from thor_dflash.runtime.policies.effort import Envelope, effort, envelope
 
 CARD = make_card(CardConfig(), 262144)
 
 
 def test_the_card_of_the_27b() -> None:
-    assert CARD.close == HINT
+    assert CARD.close == CLOSING_MESSAGE
     assert (CARD.max_tokens, CARD.complex, CARD.reply) == (32768, 81920, 4096)
     tiers = (CARD.low, CARD.medium, CARD.high, CARD.x_high, CARD.max)
     assert tiers == (3584, 14336, 28672, 53248, 77824)
@@ -73,19 +73,19 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
         (
             BudgetConfig(tokens=5),
             99,
-            Card(),
+            ModelCard(),
             r"^decode.budget.reply must be given, .*no model card",
         ),
         (
             BudgetConfig(effort="low"),
             99,
-            Card(),
+            ModelCard(),
             r'^decode.budget.effort must be "", .*no model card',
         ),
     ],
 )
 def test_lengths_that_leave_no_room(
-    config: BudgetConfig, max_tokens: int, card: Card, message: str
+    config: BudgetConfig, max_tokens: int, card: ModelCard, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         envelope(config, card, 20, max_tokens)

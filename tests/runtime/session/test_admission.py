@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main
 from thor_dflash.config.tree import (
-    HINT,
+    CLOSING_MESSAGE,
     BudgetConfig,
     BuildConfig,
     CardConfig,
@@ -93,7 +93,7 @@ def answer(s: Session, **asked: object) -> list[int]:
 
 CLOSES, STOP, TOOLS = 257, 258, (259, 260)
 """Ids that relaxed acceptance must not accept as near misses."""
-CLOSE = len(HINT.encode()) - len("</think>") + 1
+CLOSE = len(CLOSING_MESSAGE.encode()) - len("</think>") + 1
 """Tokens of the closing hint: one for each byte, but only one for the mark."""
 
 
@@ -104,7 +104,7 @@ def test_a_budget_closes_with_the_hint_and_keeps_the_reply(session: Session) -> 
     got = answer(session, max_tokens=200, budget=BudgetConfig(tokens=30), stop=frozenset())
     assert session.text
     assert len(got) == 30 + 150
-    assert tuple(got[30 : 30 + CLOSE]) == tuple(session.text.encode(HINT))
+    assert tuple(got[30 : 30 + CLOSE]) == tuple(session.text.encode(CLOSING_MESSAGE))
     assert session.report().close == "hard"
     assert session.report().finish == "length"
     plain = answer(

@@ -14,7 +14,7 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.doctor.examine import Report
+    from thor_dflash.runtime.doctor.examine import DoctorReport
 
 WIDE = 16
 """Width of the item column."""
@@ -27,10 +27,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     if args.package is None:
         _check_sizes(args.set)
     from thor_dflash.runtime.doctor.examine import examine
-    from thor_dflash.runtime.doctor.local_machine import Here
+    from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
     with progress.task("examining this machine"):
-        report = examine(Here(), config.engine, args.package)
+        report = examine(LocalMachine(), config.engine, args.package)
     progress.close()
     print(as_json(report) if args.json else table(report))
     return 1 if report.wrong else 0
@@ -42,7 +42,7 @@ def _check_sizes(given: list[str]) -> None:
             raise ConfigError(f"{key} must go with --package (got none)")
 
 
-def table(report: Report) -> str:
+def table(report: DoctorReport) -> str:
     """A line per item with its remedy below it, then which engines can run here."""
     lines = [f"thor-dflash {thor_dflash.__version__}"]
     for finding in report.findings:
@@ -55,7 +55,7 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_json(report: Report) -> str:
+def as_json(report: DoctorReport) -> str:
     """One object: `thor_dflash` (the version), `wrong`, `engines`, `items`."""
     return json.dumps(
         {

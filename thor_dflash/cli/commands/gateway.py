@@ -11,7 +11,7 @@ from types import FrameType
 
 from thor_dflash.cli import stdio
 from thor_dflash.config.tree import Config
-from thor_dflash.core.progress import Progress, say
+from thor_dflash.core.progress import Progress, print_line
 
 DRAIN_S = 30
 """Seconds that open requests get to finish after the first signal, as `serve.drain_s`: a stalled
@@ -49,7 +49,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     progress.close()
     host, port = gateway.listen_at(config.gateway)[0], listener.getsockname()[1]
-    say(sys.stderr, f"listening on {_url(host, port)}")
+    print_line(sys.stderr, f"listening on {_url(host, port)}")
     server.run(sockets=[listener])
     assert server.started, "what can be refused was, before"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.cli.requests import endless, read_question, untouched
 from thor_dflash.config.tree import Config
-from thor_dflash.core.progress import Progress, amount, say
+from thor_dflash.core.progress import Progress, amount, print_line
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Chunk, Report
@@ -50,7 +50,7 @@ class Printer:
 
 
 @dataclasses.dataclass(slots=True)
-class Output:
+class Completion:
     """The result of one request."""
 
     tokens: list[int]
@@ -68,7 +68,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = question.request(session, config, progress)
         progress.close()
         for text in endless(request):
-            say(sys.stderr, f"note: {text}")
+            print_line(sys.stderr, f"note: {text}")
         answer = Answer(session.text, request.prompt) if session.text else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
         if args.json:
@@ -76,11 +76,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
     for text in untouched(request, answer.text() if answer else ""):
-        say(sys.stderr, f"note: {text}")
+        print_line(sys.stderr, f"note: {text}")
     if args.json:
         print(json.dumps(_result(request.prompt, output, answer, report)))
     else:
-        say(sys.stderr, _summary(output, report))
+        print_line(sys.stderr, _summary(output, report))
 
 
 def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
@@ -108,8 +108,8 @@ def _reported(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
             yield chunk
 
 
-def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Output:
-    output, printer = Output([]), Printer(sys.stdout)
+def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Completion:
+    output, printer = Completion([]), Printer(sys.stdout)
     start = time.perf_counter()
     try:
         for chunk in chunks:
@@ -133,7 +133,7 @@ def _ids(tokens: tuple[int, ...]) -> list[Piece]:
 
 
 def _result(
-    prompt: tuple[int, ...], output: Output, answer: Answer | None, report: Report
+    prompt: tuple[int, ...], output: Completion, answer: Answer | None, report: Report
 ) -> dict[str, object]:
     return {
         "tokens": output.tokens,
@@ -153,7 +153,7 @@ def _result(
     }
 
 
-def _summary(output: Output, report: Report) -> str:
+def _summary(output: Completion, report: Report) -> str:
     count, spec = len(output.tokens), report.spec
     return (
         f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from thor_dflash.cli.commands.generate import Printer
 from thor_dflash.cli.input_files import read_chat, read_schema
 from thor_dflash.config.tree import Config
-from thor_dflash.core.progress import Progress, Task, say
+from thor_dflash.core.progress import Progress, ProgressTask, print_line
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.text.tokenizer import Piece
@@ -24,7 +24,7 @@ GAP = "pieces are missing here: the server dropped them, as they were not read i
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class TextPiece:
     """Like runtime.text.Piece, whose module imports packages that a client does not have."""
 
     text: str
@@ -51,7 +51,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             print(json.dumps(_table(result)))
             return
         result = _show(_begun(planner.stream(ask), waiting))
-    say(sys.stderr, _summary(result))
+    print_line(sys.stderr, _summary(result))
 
 
 def _ask(args: Namespace) -> PlanRequest:
@@ -69,7 +69,7 @@ def _ask(args: Namespace) -> PlanRequest:
     return PlanRequest(prompt=args.prompt, **given)
 
 
-def _begun(events: Iterator[Event], waiting: Task) -> Iterator[Event]:
+def _begun(events: Iterator[Event], waiting: ProgressTask) -> Iterator[Event]:
     """Pass on the events; ends `waiting` at the first."""
     with waiting:
         first = next(events)
@@ -88,12 +88,12 @@ def _show(events: Iterator[Event]) -> Result:
             if not isinstance(event, Chunk):
                 break
             if event.text is not None and not missing:
-                piece = _Piece(event.text, event.kind == "thinking")
+                piece = TextPiece(event.text, event.kind == "thinking")
                 printer.show([cast("Piece", piece)])
         else:
             raise AssertionError("a stream ends with its result")
     if missing:
-        say(sys.stderr, f"{GAP}; the whole answer follows")
+        print_line(sys.stderr, f"{GAP}; the whole answer follows")
         print(event.text)
     return event
 

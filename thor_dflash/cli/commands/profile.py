@@ -48,13 +48,13 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Answer one prompt many times; print the times, and draw them if asked."""
     base = _check(args)
     from thor_dflash.runtime.doctor import jetson
-    from thor_dflash.runtime.doctor.local_machine import Here
+    from thor_dflash.runtime.doctor.local_machine import LocalMachine
     from thor_dflash.runtime.measure.power import Watch, find, junction
     from thor_dflash.runtime.measure.profile import profile, stretches
     from thor_dflash.runtime.session import open_session
 
     question = read_question(args, config.decode)
-    speed = jetson.speed(Here())
+    speed = jetson.speed(LocalMachine())
     taken: list[Taken] = []
     inside, ended = None, None
     with closing(open_session(args.package, config.engine, progress)) as session:

@@ -16,7 +16,7 @@ from cuda.bindings import driver as bindings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from thor_dflash.core.errors import EngineError, NoRoom
+from thor_dflash.core.errors import EngineError, OutOfMemory
 from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import host_writes
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused_with_the_table() -> None:
     arena.take("weights", 3 * GB)
     arena.take("cache", GB)
     arena.check(4 * GB + RESERVE)
-    with pytest.raises(NoRoom) as e:
+    with pytest.raises(OutOfMemory) as e:
         arena.check(4 * GB + RESERVE - 7)
     for word in ("weights", "cache", "graphs and driver"):
         assert word in str(e.value)

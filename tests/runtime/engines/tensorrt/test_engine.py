@@ -23,7 +23,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.manifest import hash_file
-from thor_dflash.package.trt_engine import Plan
+from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.decoding.proposers import Dflash
@@ -241,9 +241,9 @@ def test_all_mismatches_are_reported_at_once() -> None:
         assert word in str(e.value)
 
 
-def describe_any() -> Plan:
+def describe_any() -> EngineDescription:
     """A description of an engine without inputs, outputs or plugins."""
-    return Plan(
+    return EngineDescription(
         name="verify",
         file="verify.plan",
         sha256="2" * 64,
