@@ -1,9 +1,11 @@
-# make test    every check: ruff, mypy, pyright, pytest
+# make test    every check: ruff, mypy, pyright, the quick tests
+# make test-full    every test that a CPU can run
+# make emulator    every test of the kernels, on the CPU
 # make demo    the small planner, built and run
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
 # make clean    removes .venv and what was built
 #
-# test and demo set themselves up once (.venv, pinned packages) and need no network after that.
+# They set themselves up once (.venv, pinned packages) and need no network after that.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,6 +25,7 @@ DEV_READY := $(VENV)/dev-$(HASH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 # pyright would ask the network whether there is a newer pyright.
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -31,7 +34,13 @@ test: $(DEV_READY)
 	@echo "== ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== mypy" && $(BIN)/mypy
 	@echo "== pyright" && $(PYRIGHT)
-	@echo "== pytest" && OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	@echo "== pytest" && $(PYTEST) -m "not slow and not emulator" --cpu-budget
+
+test-full: $(DEV_READY)
+	@$(PYTEST)
+
+emulator: $(DEV_READY)
+	@$(PYTEST) tests/emulator tests/plugins
 
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
@@ -74,4 +83,4 @@ endif
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test demo format interpreter clean
+.PHONY: help test test-full emulator demo format interpreter clean

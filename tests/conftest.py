@@ -1,5 +1,5 @@
-"""Settings for all tests: hypothesis is reproducible, and tests that need a GPU are skipped where
-there is none.
+"""Settings for all tests: hypothesis is reproducible, and tests that need a device are deselected
+where there is none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import shutil
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ("support.bench_fixtures", "support.serving_fixtures")
+pytest_plugins = ("support.bench_fixtures", "support.cpu_seconds", "support.serving_fixtures")
 
 # Derandomised: the same examples on every machine. No deadline: on a busy machine a slow example
 # is no error.
@@ -17,10 +17,10 @@ settings.register_profile("house", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("house")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if shutil.which("nvidia-smi") is not None:
         return
-    for item in items:
-        for name in ("gpu", "thor"):
-            if item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=f"needs a device ({name})"))
+    devices = [item for item in items if any(map(item.get_closest_marker, ("gpu", "thor")))]
+    if devices:
+        config.hook.pytest_deselected(items=devices)
+        items[:] = [item for item in items if item not in set(devices)]
