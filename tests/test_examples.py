@@ -22,7 +22,16 @@ from thor_dflash.serving.planner.plan_schema import from_skills
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs/examples"
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    *sorted(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.parent.name not in ("measurements", "performance")
+    ),
+]
+LINKED = sorted(page for page in ROOT.rglob("*.md") if not {".venv", "build"} & {*page.parts})
+"""Every page; those of a link to a folder are there twice, and resolve."""
 TASK = re.compile(r'"(\$TASK|\$\(cat docs/examples/task\.txt\))"')
 
 
@@ -46,6 +55,25 @@ def test_the_command_line_knows_every_option_of_the_pages(page: Path) -> None:
         parser.parse(words(command))
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    heads = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
 def test_the_readme_shows_every_verb() -> None:
     told = {words(command)[0] for command in commands(README)} | {"demo", "keygen"}
     assert told == set(parser._parsers()[1])
@@ -56,7 +84,7 @@ SERVING = {"serve": "serve", "plan": "serve", "keygen": "serve", "gateway": "htt
 INSTALL = re.compile(r"^pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", re.M)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs/serving.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, ROOT / "docs/guide/serving.md"], ids=lambda page: page.name)
 def test_a_page_says_what_to_install_before_a_command_that_needs_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = {words(command)[0] for command in commands(page)} & SERVING.keys()
@@ -78,7 +106,7 @@ def test_the_example_is_a_held_out_task() -> None:
 
 
 def test_the_example_schema_is_that_of_the_page_on_grammars() -> None:
-    page = (ROOT / "docs/grammar.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/grammar.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(textwrap.dedent(page[page.index("    skills =") : page.index("    session =")]), names)
     schema = from_skills(names["skills"], names["ids"], numbered=False)

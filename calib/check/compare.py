@@ -36,7 +36,7 @@ LENGTH = 3
 """Default number of blocks of tokens: enough to cover folding and a second tile of rows."""
 EXACT, ROUNDED = 2e-3, 0.06
 """Default tolerances for logits, as a share of the largest logit: if both engines keep float32, and
-if one rounds activations or caches. See docs/numerics.md for measurements."""
+if one rounds activations or caches. See docs/design/numerics.md for measurements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ DEVICE u32 ballot(bool x) { return __ballot_sync(ALL_LANES, x); }
 // ---- one kernel and the next (programmatic dependent launch) ---------------------------------
 // Everything that earlier kernels of the stream wrote is visible after this. Every kernel calls it,
 // in each thread that accesses memory shared with another kernel, before that access. What may be
-// read earlier: docs/cuda.md.
+// read earlier: docs/design/cuda.md.
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may start now; its wait_for_previous still covers this kernel's later writes.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

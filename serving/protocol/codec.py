@@ -233,7 +233,7 @@ def _rule(what: str) -> tuple[str, str]:
     if what.endswith("out of range"):
         return "a number of 64 bits", "one out of range"
     if re.match("Invalid (enum )?value", what):
-        return "one of the words of docs/protocol.md", "another"
+        return "one of the words of docs/reference/protocol.md", "another"
     text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
     rule, _, got = text.removeprefix("Expected ").partition(", got ")
     return rule, got

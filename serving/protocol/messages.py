@@ -1,4 +1,4 @@
-"""TDP/1 on the wire: every message as a typed struct. `docs/protocol.md` describes them.
+"""TDP/1 on the wire: every message as a typed struct. `docs/reference/protocol.md` describes them.
 
 The server refuses unknown fields of a request by name; clients ignore those of a reply.
 """

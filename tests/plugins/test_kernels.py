@@ -298,7 +298,7 @@ def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
 
 
 LATER = {"gdn_rows", "attend_split"}
-"""Kernels that let the next one start only after their own wait: docs/cuda.md says why."""
+"""Kernels that let the next one start only after their own wait: docs/design/cuda.md says why."""
 
 
 def test_the_next_kernel_may_start_before_this_one_waits() -> None:

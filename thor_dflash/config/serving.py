@@ -23,7 +23,7 @@ def _within(key: str, value: float, low: int, high: int = MOST) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How plans are served. The wire protocol is in docs/protocol.md."""
+    """How plans are served. The wire protocol is in docs/reference/protocol.md."""
 
     bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
     """Endpoints. Loopback by default, because a planner moves a robot. GR00T servers use 5555."""

@@ -1,5 +1,5 @@
 """The gateway's requests and refusals in OpenAI's terms; its statuses and metrics are those of
-docs/serving.md.
+docs/guide/serving.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thor_dflash.serving.gateway.openai_api import (
 from thor_dflash.serving.server.stats import KEPT
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
-DOCUMENT = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs/guide/serving.md").read_text()
 TEXT = {"type": "text", "text": "Bring it."}
 LEFT_OUT = "must be left out: the gateway does not support it"
 

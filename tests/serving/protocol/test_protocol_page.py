@@ -1,4 +1,4 @@
-"""docs/protocol.md against the code, field by field: the contract says all that the code does, and
+"""docs/reference/protocol.md against the code, field by field: the contract says all that the code does, and
 nothing else.
 """
 
@@ -20,7 +20,7 @@ from thor_dflash.serving.client.retry import CODES
 from thor_dflash.serving.protocol import codec, messages
 from thor_dflash.serving.server.hello import server_description
 
-TEXT = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs/reference/protocol.md").read_text()
 ENVELOPE = {"v", "op", "id", "token"}
 
 
