@@ -84,7 +84,9 @@ SERVING = {"serve": "serve", "plan": "serve", "keygen": "serve", "gateway": "htt
 INSTALL = re.compile(r"^pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", re.M)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs/guide/serving.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs/guide/serving.md"], ids=lambda page: page.name
+)
 def test_a_page_says_what_to_install_before_a_command_that_needs_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = {words(command)[0] for command in commands(page)} & SERVING.keys()

@@ -1,5 +1,5 @@
-"""docs/reference/protocol.md against the code, field by field: the contract says all that the code does, and
-nothing else.
+"""docs/reference/protocol.md against the code, field by field: the contract states all that the
+code does, and nothing else.
 """
 
 from __future__ import annotations
