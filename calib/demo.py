@@ -21,9 +21,9 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.core.progress import ProgressTask as Timing
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
-from thor_dflash.runtime.session import Report, Request, Session, open_session
-from thor_dflash.runtime.text.tokenizer import Answer, Text
+from thor_dflash.runtime.decoding.proposers import NoDrafter, Proposer
+from thor_dflash.runtime.session import Request, RequestReport, Session, open_session
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 
 
 def _root() -> Path:
@@ -57,7 +57,7 @@ class Run:
     """One answer, and the reports of the runs that made it."""
 
     tokens: tuple[int, ...]
-    reports: tuple[Report, ...]
+    reports: tuple[RequestReport, ...]
 
     @property
     def seconds(self) -> float:
@@ -102,7 +102,7 @@ def read_task() -> Task:
 def _show(
     console: Console, session: Session, manifest: Manifest, task: Task, progress: Progress
 ) -> None:
-    text = session.text
+    text = session.tokenizer
     assert text is not None
     _introduce(console, manifest, task)
     messages = [{"role": role, "content": content} for role, content in task.messages]
@@ -113,7 +113,7 @@ def _show(
     console.print(_plan(answer.text(), verdict))
     with progress.task("timing it against its own plain decoding", 2 * RUNS, "runs") as timing:
         fast = _measure(session, request, timing)
-        plain = _measure(session, request, timing, Nobody())
+        plain = _measure(session, request, timing, NoDrafter())
     console.print(_numbers(fast, plain, len(prompt)))
     same = fast.tokens == plain.tokens
     console.print(
@@ -141,7 +141,7 @@ def _introduce(console: Console, manifest: Manifest, task: Task) -> None:
     console.print(Panel(Styled(user), title=title, title_align="left", border_style="blue"))
 
 
-def _stream(console: Console, session: Session, text: Text, request: Request) -> Answer:
+def _stream(console: Console, session: Session, text: Tokenizer, request: Request) -> Answer:
     """Print the thinking, dimmed, as it is committed. The answer is shown as a plan afterwards."""
     answer = Answer(text, request.prompt)
     console.print("thinking", style="dim bold")
@@ -185,7 +185,7 @@ def _steps(steps: list[dict[str, Any]]) -> Table:
 def _measure(
     session: Session, request: Request, timing: Timing, proposer: Proposer | None = None
 ) -> Run:
-    reports: list[Report] = []
+    reports: list[RequestReport] = []
     tokens: tuple[int, ...] = ()
     for _ in range(RUNS):
         chunks = session.run(request, proposer) if proposer else session.generate(request)

@@ -15,7 +15,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
 VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}
@@ -140,7 +140,7 @@ def _complete(held: Mapping[str, Array], path: Path) -> None:
             raise RequestError(f"{path}: {name} must be numbers (got {x.dtype}); {REMAKE}")
 
 
-def fits(golden: Golden, model: Model, where: str) -> None:
+def fits(golden: Golden, model: ModelRunner, where: str) -> None:
     """Refuse a golden of another model, or one with arrays of the wrong shape or type.
 
     Raises:

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
 
 FILL: Mapping[str, int | float] = {
@@ -17,11 +17,11 @@ FILL: Mapping[str, int | float] = {
 """Inputs of a block that is not constrained: nothing forced, stopped, drafted or relaxed."""
 
 
-def walks(model: Model) -> dict[str, Callable[[Sequence[int], int], Call]]:
+def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]:
     """Return graph -> function that prepares its call for some tokens, at their block `at` if it
     works on blocks. Preparing resets the sequence; reset it again after running the call by steps.
     """
-    found: dict[str, Callable[[Model, Sequence[int], int], Call]] = {
+    found: dict[str, Callable[[ModelRunner, Sequence[int], int], Call]] = {
         **_sizes(model, "prefill", prefill),
         "verify": verify,
         "accept": accept,
@@ -33,17 +33,17 @@ def walks(model: Model) -> dict[str, Callable[[Sequence[int], int], Call]]:
 
 
 def _sizes(
-    model: Model, step: str, ready: Callable[[Model, Sequence[int], int, int], Call]
-) -> dict[str, Callable[[Model, Sequence[int], int], Call]]:
+    model: ModelRunner, step: str, ready: Callable[[ModelRunner, Sequence[int], int, int], Call]
+) -> dict[str, Callable[[ModelRunner, Sequence[int], int], Call]]:
     """Return the preparations for a prefill step's graphs, the largest first."""
 
-    def of(rows: int) -> Callable[[Model, Sequence[int], int], Call]:
+    def of(rows: int) -> Callable[[ModelRunner, Sequence[int], int], Call]:
         return lambda model, tokens, at: ready(model, tokens, at, rows)
 
     return {model.sized(step, rows): of(rows) for rows in sorted(model.chunks, reverse=True)}
 
 
-def verify(model: Model, tokens: Sequence[int], at: int) -> Call:
+def verify(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     """Prepare a verify of block `at` of the tokens, with the blocks before it committed."""
     model.state.reset()
     for start in range(0, at * model.block, model.block):
@@ -54,7 +54,7 @@ def verify(model: Model, tokens: Sequence[int], at: int) -> Call:
     return _placed(model, "verify")
 
 
-def accept(model: Model, tokens: Sequence[int], at: int) -> Call:
+def accept(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     """Prepare an accept of that block's logits; nothing is forced, stopped or drafted."""
     verify(model, tokens, at)
     model.verify()
@@ -63,7 +63,7 @@ def accept(model: Model, tokens: Sequence[int], at: int) -> Call:
     return call
 
 
-def prefill(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
+def prefill(model: ModelRunner, tokens: Sequence[int], at: int, rows: int) -> Call:
     """Prepare a prefill step of `rows` rows at the beginning of the sequence."""
     del at
     model.state.reset()
@@ -76,7 +76,7 @@ def prefill(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
     return call
 
 
-def observe_chunk(model: Model, tokens: Sequence[int], at: int, rows: int) -> Call:
+def observe_chunk(model: ModelRunner, tokens: Sequence[int], at: int, rows: int) -> Call:
     """Prepare an observe of the taps of that prefill step."""
     model.engine.run([prefill(model, tokens, at, rows)])
     call = model.call("observe_chunk", rows)
@@ -84,7 +84,7 @@ def observe_chunk(model: Model, tokens: Sequence[int], at: int, rows: int) -> Ca
     return call
 
 
-def propose(model: Model, tokens: Sequence[int], at: int) -> Call:
+def propose(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     """Prepare a propose after the first chunk."""
     del at
     model.state.reset()
@@ -96,20 +96,20 @@ def propose(model: Model, tokens: Sequence[int], at: int) -> Call:
     return call
 
 
-def observe(model: Model, tokens: Sequence[int], at: int) -> Call:
+def observe(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     """Prepare an observe of the taps of block `at`."""
     verify(model, tokens, at)
     model.verify()
     return _placed(model, "observe")
 
 
-def _placed(model: Model, name: str, rows: int = 0) -> Call:
+def _placed(model: ModelRunner, name: str, rows: int = 0) -> Call:
     call = model.call(name, rows)
     _write(model, call, {"length": model.state.length, "accepted": model.state.accepted})
     return call
 
 
-def _write(model: Model, call: Call, numbers: Mapping[str, int | float]) -> None:
+def _write(model: ModelRunner, call: Call, numbers: Mapping[str, int | float]) -> None:
     """Fill each named input that the call has with one number."""
     for name, value in numbers.items():
         if (tensor := call.inputs.get(name)) is not None:

@@ -28,7 +28,7 @@ from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.decoding.block import Block
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.policy import Constrain, Place
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.serving.planner.plan_schema import from_skills
 
 ROWS = 16
@@ -58,7 +58,7 @@ def filled(directory: Path, ids: int, out: Path) -> Path:
     return out
 
 
-def plan(text: Text) -> list[int]:
+def plan(text: Tokenizer) -> list[int]:
     """A plan of eight steps."""
     steps = [
         {
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         directory = filled(args.tokenizer, args.ids, Path(folder))
-        text, begin = Text.load(directory), time.perf_counter()
+        text, begin = Tokenizer.load(directory), time.perf_counter()
         size = args.ids or files.addressed_ids(directory)
         grammars = Grammars(text, size, files.stop_tokens(directory))
         print(f"vocabulary of {size} ids: {time.perf_counter() - begin:.2f} s")

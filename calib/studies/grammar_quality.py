@@ -26,11 +26,11 @@ from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.block import Policy
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.text.tokenizer import Answer, Text
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
 from thor_dflash.serving.planner.schema_validator import Checker
 
@@ -139,7 +139,7 @@ def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
     arm.seconds += [policy.seconds / report.spec.cycles for policy in policies]
 
 
-def _said(text: Text, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
+def _said(text: Tokenizer, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
     answer = Answer(text, prompt)
     answer.feed(tokens)
     answer.end()
@@ -167,10 +167,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arms = [Arm("free", None), Arm("masks", False), Arm("masks and forced ids", True)]
     plain, same, begin = Arm("plain, forced ids", True), 0, time.perf_counter()
     for number, task in enumerate(tasks):
-        got = [run(session, task, arm, Dflash()) for arm in arms]
+        got = [run(session, task, arm, DflashDrafter()) for arm in arms]
         assert got[1] == got[2], f"{task.name}: forced ids must change no token"
         if number < args.plain:
-            same += run(session, task, plain, Nobody()) == got[2]
+            same += run(session, task, plain, NoDrafter()) == got[2]
     print(HEADER)
     print("\n".join(arm.row() for arm in (*arms, plain) if arm.tasks))
     first = arms[1].compile_ms

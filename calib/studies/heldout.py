@@ -18,9 +18,9 @@ from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Progress, choose
-from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.measure.profile import PROMPT
-from thor_dflash.runtime.session import Report, Request, Session, open_session
+from thor_dflash.runtime.session import Request, RequestReport, Session, open_session
 from thor_dflash.runtime.text.tokenizer import Answer
 
 MAX_TOKENS = 512
@@ -35,8 +35,8 @@ class Result:
     tokens: tuple[int, ...]
     reason: str
     """Why the plan is not valid; empty where it is."""
-    report: Report
-    plain: Report | None
+    report: RequestReport
+    plain: RequestReport | None
     """The same request without a drafter, where that was asked for."""
 
     @property
@@ -65,7 +65,7 @@ def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> Result
     tokens = tuple(t for chunk in session.generate(request) for t in chunk.tokens)
     report, other = session.report(), None
     if plain:
-        same = tuple(t for chunk in session.run(request, Nobody()) for t in chunk.tokens)
+        same = tuple(t for chunk in session.run(request, NoDrafter()) for t in chunk.tokens)
         assert same == tokens, f"{task.name}: speculation changed the answer"
         other = session.report()
     answer = Answer(text, prompt)

@@ -37,10 +37,10 @@ from thor_dflash.config.tree import (
     RelaxedConfig,
 )
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
-from thor_dflash.runtime.decoding.telemetry import Part
-from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
-from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.telemetry import PhaseTotals
+from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
+from thor_dflash.runtime.session import Request, RequestReport, Session, TokenChunk, open_session
 from thor_dflash.runtime.text.thinking import Thinking
 from thor_dflash.runtime.text.tokenizer import Answer
 
@@ -57,7 +57,7 @@ class Ran:
     """One request, answered."""
 
     tokens: tuple[int, ...]
-    report: Report
+    report: RequestReport
     decode_s: float
     """CPU time after the prompt was read, seconds."""
     thinking_s: float
@@ -109,9 +109,9 @@ class Bench:
 
 def prompt_of(session: Session, task: Task) -> tuple[int, ...]:
     """The task as a prompt that thinks."""
-    assert session.text is not None
+    assert session.tokenizer is not None
     messages = [{"role": role, "content": content} for role, content in task.messages]
-    return tuple(session.text.encode(session.text.render(messages, True)))
+    return tuple(session.tokenizer.encode(session.tokenizer.render(messages, True)))
 
 
 def ask(
@@ -133,16 +133,16 @@ def ask(
         draft=draft,
     )
     ran = run(session, prompt, session.generate(request))
-    assert session.text is not None
-    answer = Answer(session.text, prompt)
+    assert session.tokenizer is not None
+    answer = Answer(session.tokenizer, prompt)
     answer.feed(ran.tokens)
     answer.end()
     return replace(ran, valid=judge(task, answer.text()).valid)
 
 
-def run(session: Session, prompt: Sequence[int], chunks: Iterator[Chunk]) -> Ran:
+def run(session: Session, prompt: Sequence[int], chunks: Iterator[TokenChunk]) -> Ran:
     """Take an answer in, and the time."""
-    thinking = Thinking(session.text.marks if session.text else None, prompt)
+    thinking = Thinking(session.tokenizer.marks if session.tokenizer else None, prompt)
     tokens, decode, inside_s = list[int](), 0.0, 0.0
     last = CLOCK()
     for chunk in chunks:
@@ -157,11 +157,11 @@ def run(session: Session, prompt: Sequence[int], chunks: Iterator[Chunk]) -> Ran
     return Ran(tuple(tokens), session.report(), decode, inside_s)
 
 
-def part(runs: Sequence[Ran], phase: Literal["thinking", "closing", "answer"]) -> Part:
+def part(runs: Sequence[Ran], phase: Literal["thinking", "closing", "answer"]) -> PhaseTotals:
     """A phase of all of them."""
-    total = Part()
+    total = PhaseTotals()
     for one in runs:
-        total = total.plus(one.report.phases.get(phase, Part()))
+        total = total.plus(one.report.phases.get(phase, PhaseTotals()))
     return total
 
 
@@ -242,29 +242,29 @@ def _pace(runs: Sequence[Ran]) -> float:
 
 
 def _texts(session: Session, bench: Bench) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
-    assert session.text is not None
+    assert session.tokenizer is not None
     rng = Random(5)
     noise = tuple(rng.randrange(session.manifest.vocab_limit) for _ in range(120))
-    again = tuple(session.text.encode("the cup is on the table. " * 12))
-    yield "random tokens", noise, Dflash()
-    yield "verbatim repetition", again, Dflash()
+    again = tuple(session.tokenizer.encode("the cup is on the table. " * 12))
+    yield "random tokens", noise, DflashDrafter()
+    yield "verbatim repetition", again, DflashDrafter()
     yield "noise for drafts", prompt_of(session, bench.tasks[0]), Broken()
     for task in bench.tasks[:3]:
-        yield f"ordinary, {task.family}", prompt_of(session, task), Dflash()
+        yield f"ordinary, {task.family}", prompt_of(session, task), DflashDrafter()
 
 
 def gates(bench: Bench) -> Iterator[str]:
     """Degenerate and ordinary texts: plain, drafted and gated in turns."""
-    session, costs = bench.session(), Costs()
+    session, costs = bench.session(), StepCosts()
     rows: list[Sequence[object]] = []
     for name, prompt, proposer in _texts(session, bench):
         stop = session.manifest.stop_tokens if name.startswith("ordinary") else ()
         request = Request(prompt=prompt, max_tokens=GATED, stop=frozenset(stop))
         plain, drafted, gated = list[Ran](), list[Ran](), list[Ran]()
         for _ in range(ROUNDS):
-            plain.append(run(session, prompt, session.run(request, Nobody())))
+            plain.append(run(session, prompt, session.run(request, NoDrafter())))
             drafted.append(run(session, prompt, session.run(request, proposer)))
-            gate = Gate(costs, CLOCK, Rule())
+            gate = SpeculationGate(costs, CLOCK, GateRule())
             gated.append(run(session, prompt, session.run(request, proposer, (gate,))))
             assert plain[-1].tokens == drafted[-1].tokens == gated[-1].tokens
         skipped = sum(n.cycles for n in gated[-1].report.notes if n.why == "drafts do not pay")

@@ -18,7 +18,7 @@ from statistics import median
 from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request, Session, open_session
 
 TAIL = 24
@@ -44,7 +44,7 @@ def timed(session: Session, prompt: tuple[int, ...]) -> tuple[list[int], float, 
     tokens: list[int] = []
     for _ in range(RUNS):
         request = Request(prompt=prompt, max_tokens=ANSWER)
-        tokens = [t for chunk in session.run(request, Dflash()) for t in chunk.tokens]
+        tokens = [t for chunk in session.run(request, DflashDrafter()) for t in chunk.tokens]
         times.append(session.report().timings.ttft_ms)
     return tokens, median(times), session.report().cached_tokens
 

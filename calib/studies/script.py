@@ -11,7 +11,7 @@ from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.core.errors import RequestError, ThorError
 from thor_dflash.core.progress import print_line
 from thor_dflash.runtime.session import Session
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 
 def run(main: Callable[[], None]) -> int:
@@ -37,15 +37,15 @@ def count(text: str) -> int:
     return int(text)
 
 
-def text_of(session: Session) -> Text:
+def text_of(session: Session) -> Tokenizer:
     """The tokenizer and chat template of a session's package.
 
     Raises:
         RequestError: it has none.
     """
-    if session.text is None:
+    if session.tokenizer is None:
         raise RequestError("the package must have a tokenizer.json (got one without)")
-    return session.text
+    return session.tokenizer
 
 
 def read_tasks(path: Path, most: int) -> list[Task]:

@@ -10,15 +10,15 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import STRICT, Record
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 
-Finish = Literal["", "stop", "length", "grammar_dead_end"]
+DecodeFinish = Literal["", "stop", "length", "grammar_dead_end"]
 """Why a request is over; "" while it is running."""
 
-Phase = Literal["thinking", "closing", "answer"]
+BlockPhase = Literal["thinking", "closing", "answer"]
 """The part of the answer that the first row of a block belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxed:
+class AcceptRule:
     """Relaxed acceptance: which drafts are accepted although the target prefers another token."""
 
     rule: int = STRICT
@@ -43,14 +43,14 @@ class Block:
 
     cap: int
     """Maximum rows to commit, 1..R."""
-    phase: Phase = "answer"
+    phase: BlockPhase = "answer"
     forced: tuple[int, ...] = ()
     """Ids that must follow rows 0, 1, ...; at most R. A look may set -1: the model chooses."""
     soft: tuple[int, ...] = ()
     """Ids that rows 0, 1, ... choose if within soft_margin of the best; -1: none; at most R."""
     soft_margin: float = 0.0
     """In nats."""
-    look: Look | None = None
+    look: DraftInspection | None = None
     """Must see the drafts before they are verified: splits the step in two. Each waits, the
     first only if there are drafts."""
     mask: Callable[[], Array] | None = None
@@ -63,7 +63,7 @@ class Block:
     slots. `relaxed` never accepts a draft of one of them."""
     drafted: int = 0
     """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
-    relaxed: Relaxed = Relaxed()
+    relaxed: AcceptRule = AcceptRule()
     reasons: tuple[Reason, ...] = ()
 
     def capped(self, cap: int, why: str) -> Block:
@@ -97,7 +97,7 @@ class Block:
         return replace(self, drafted=min(held, rows - 1))
 
 
-class Look(Protocol):
+class DraftInspection(Protocol):
     """Narrows a block whose drafts are known: sets forced rows, cap and mask."""
 
     def __call__(self, tokens: tuple[int, ...], block: Block) -> Block:
@@ -105,7 +105,7 @@ class Look(Protocol):
         ...
 
 
-class Progress:
+class DecodeProgress:
     """The progress of one request. Advanced by committed tokens only."""
 
     def __init__(self, prompt: Sequence[int], marks: Marks | None = None) -> None:
@@ -138,34 +138,16 @@ class Progress:
 class Policy(Protocol):
     """Shapes blocks and judges their results. Sees committed tokens, never touches state."""
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """Narrow the next block."""
         ...
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """Return the rows to commit, 0..record.count; 0 ends the request because no token is legal.
         `block` is the block as verified, after any look.
         """
         ...
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """Take note of what was committed: the last `committed` of progress.tokens."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """max_tokens: caps the last block so that no more tokens than that are committed."""
-
-    max_tokens: int
-
-    def shape(self, progress: Progress, block: Block) -> Block:
-        """See Policy."""
-        return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
-
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
-        """See Policy."""
-        return record.count
-
-    def observe(self, progress: Progress, committed: int) -> None:
-        """See Policy."""

@@ -12,24 +12,30 @@ from dataclasses import dataclass
 
 from thor_dflash.core.errors import ModelFault, RequestError, TransactionError
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Finish, Look, Policy, Progress
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.block import (
+    Block,
+    DecodeFinish,
+    DecodeProgress,
+    DraftInspection,
+    Policy,
+)
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposer
 from thor_dflash.runtime.decoding.sequence_state import Snapshot
-from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.text.thinking import Marks
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """Tokens committed together. The last chunk of an answer says why it ended.
 
     While the prompt is being read, chunks without tokens report progress.
     """
 
     tokens: tuple[int, ...]
-    finish: Finish = ""
+    finish: DecodeFinish = ""
     prompt_done: int = 0
     """Prompt tokens in the state."""
     prompt_rows: int = 0
@@ -37,7 +43,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DecodeRequest:
     """One request, ready to run."""
 
     prompt: tuple[int, ...]
@@ -51,7 +57,9 @@ class Plan:
     """State after the first tokens of the prompt, at most all but its last token."""
 
 
-def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
+def decode(
+    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
+) -> Iterator[TokenChunk]:
     """Answer one request, starting from an empty state or from the state of its prefix.
 
     Close the iterator to cancel; nothing needs to be undone.
@@ -69,37 +77,39 @@ def decode(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterat
         yield chunk
 
 
-def _chunks(model: Model, plan: Plan, progress: Progress, meter: Meter) -> Iterator[Chunk]:
+def _chunks(
+    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
+) -> Iterator[TokenChunk]:
     begun = _begin(model, plan)
     for chunk in _prefill(model, plan):
         yield chunk
-        own(model, begun)
+        check_owner(model, begun)
     meter.prompt_done()
     while True:
         block = _shape(model, plan, progress)
         block, record, drafted = _step(model, plan, progress, block)
         count = min([record.count, *(p.judge(progress, block, record) for p in plan.policies)])
         if count == 0:
-            yield Chunk((), "grammar_dead_end")
+            yield TokenChunk((), "grammar_dead_end")
             return
-        _sound(model, record, count)
+        _check_record(model, record, count)
         model.state.commit(count)
         plan.proposer.committed(model, block, count)
         tokens = record.tokens[:count]
-        emitted, finish = resolve(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
+        emitted, finish = visible_tokens(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
         closed = progress.commit(tokens)
         meter.cycle(block, record, count, drafted)
         if closed:
             meter.closed(block, record)
         for policy in plan.policies:
             policy.observe(progress, count)
-        yield Chunk(emitted, finish)
+        yield TokenChunk(emitted, finish)
         if finish:
             return
-        own(model, begun)
+        check_owner(model, begun)
 
 
-def _begin(model: Model, plan: Plan) -> int:
+def _begin(model: ModelRunner, plan: DecodeRequest) -> int:
     if plan.prefix is None:
         model.state.reset()
     else:
@@ -108,7 +118,7 @@ def _begin(model: Model, plan: Plan) -> int:
     return model.state.begun
 
 
-def own(model: Model, begun: int) -> None:
+def check_owner(model: ModelRunner, begun: int) -> None:
     """Raise TransactionError if another sequence has begun since the one numbered `begun`."""
     if model.state.begun != begun:
         raise TransactionError(
@@ -116,17 +126,17 @@ def own(model: Model, begun: int) -> None:
         )
 
 
-def _prefill(model: Model, plan: Plan) -> Iterator[Chunk]:
+def _prefill(model: ModelRunner, plan: DecodeRequest) -> Iterator[TokenChunk]:
     prompt = plan.prompt[:-1]
     first = plan.proposer.begin(model, len(prompt))
     for start in range(model.state.length, len(prompt), model.chunk):
         part = prompt[start : start + model.chunk]
         model.prefill(part, observe=start + len(part) > first)
         rows = model.step_rows(len(part))
-        yield Chunk((), prompt_done=model.state.length, prompt_rows=rows)
+        yield TokenChunk((), prompt_done=model.state.length, prompt_rows=rows)
 
 
-def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
+def _shape(model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress) -> Block:
     block = Block(cap=model.block, phase="thinking" if progress.thinking else "answer")
     for policy in plan.policies:
         block = policy.shape(progress, block)
@@ -134,7 +144,9 @@ def _shape(model: Model, plan: Plan, progress: Progress) -> Block:
     return block
 
 
-def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[Block, Record, int]:
+def _step(
+    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, block: Block
+) -> tuple[Block, Record, int]:
     """Run one step; return the block as verified, its record, and the number of drafted rows."""
     proposal = plan.proposer.propose(model, progress, block)
     before = proposal.calls
@@ -145,7 +157,7 @@ def _step(model: Model, plan: Plan, progress: Progress, block: Block) -> tuple[B
     return block, model.step(block, before, after, plan.stop), proposal.drafted
 
 
-def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Block:
+def _look(model: ModelRunner, block: Block, look: DraftInspection, before: Sequence[Call]) -> Block:
     """Run the drafter, let a policy see the drafts, and return the block as it narrowed it."""
     tokens = model.draft(block, before)
     seen = look(tokens, block)
@@ -154,7 +166,7 @@ def _look(model: Model, block: Block, look: Look, before: Sequence[Call]) -> Blo
     return seen.because(block, "grammar")
 
 
-def _sound(model: Model, record: Record, count: int) -> None:
+def _check_record(model: ModelRunner, record: Record, count: int) -> None:
     """Raise ModelFault for a fault or a bad id in the rows to commit; later rows do not matter."""
     at = model.state.length
     if 0 <= record.fault < count:
@@ -167,9 +179,9 @@ def _sound(model: Model, record: Record, count: int) -> None:
         raise ModelFault(f"tokens after position {at} must be ids below {vocab} (got {wrong[0]})")
 
 
-def resolve(
+def visible_tokens(
     completion: int, tokens: Sequence[int], stop: Sequence[int], max_tokens: int
-) -> tuple[tuple[int, ...], Finish]:
+) -> tuple[tuple[int, ...], DecodeFinish]:
     """Return which committed tokens are shown, and why the request is over ("" if it is not).
 
     Every token counts toward the completion. A stop token ends the request and is not shown; any
@@ -187,7 +199,9 @@ def resolve(
     return tuple(shown), ""
 
 
-def check(model: Model, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]) -> None:
+def check_request(
+    model: ModelRunner, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]
+) -> None:
     """Refuse a request that could not be finished.
 
     Raises:

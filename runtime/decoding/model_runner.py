@@ -13,7 +13,7 @@ from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.decoding.block import Block
-from thor_dflash.runtime.decoding.sequence_state import State
+from thor_dflash.runtime.decoding.sequence_state import SequenceState
 from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
 
 
@@ -34,7 +34,7 @@ def ring_rows(window: int, capacity: int, block: int, chunk: int) -> int:
     return (min(window, limit) if window else limit) + max(block, chunk)
 
 
-class Model:
+class ModelRunner:
     """The steps of one sequence: prefill, propose, verify, accept and observe."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Model:
         dims = {"cache_rows": cache_rows(capacity, manifest.block, widest)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
             dims[f"ring_rows.{i}"] = ring_rows(layer.window, capacity, manifest.block, widest)
-        self.state = State(engine, list(self.graphs.values()), dims)
+        self.state = SequenceState(engine, list(self.graphs.values()), dims)
         self._inputs: dict[str, Tensor] = {}
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):

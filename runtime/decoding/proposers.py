@@ -8,8 +8,8 @@ from typing import Protocol
 
 from thor_dflash.config.tree import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.block import Block, Progress
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
 
 
@@ -28,54 +28,54 @@ class Proposer(Protocol):
     on the device adds no wait.
     """
 
-    def begin(self, model: Model, rows: int) -> int:
+    def begin(self, model: ModelRunner, rows: int) -> int:
         """Start a request; `rows` of its prompt will be prefilled. Return the first of them whose
         taps this proposer needs, or `rows` if it needs none.
         """
         ...
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """Draft the next block."""
         ...
 
-    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """Return the calls that take in the rows just verified."""
         ...
 
-    def committed(self, model: Model, block: Block, count: int) -> None:
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         """Take note that the first `count` rows of the last verify were committed."""
         ...
 
 
-def _undrafted(model: Model, progress: Progress, block: Block) -> Proposal:
+def _undrafted(model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
     model.write_tokens([progress.last, *block.forced])
     return Proposal(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Nobody:
+class NoDrafter:
     """No drafts: each step commits one token, in a block of the same shape."""
 
-    def begin(self, model: Model, rows: int) -> int:
+    def begin(self, model: ModelRunner, rows: int) -> int:
         """See Proposer."""
         model.state.first = rows
         return rows
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer."""
         return _undrafted(model, progress, block)
 
-    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer."""
         return ()
 
-    def committed(self, model: Model, block: Block, count: int) -> None:
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         """See Proposer."""
         model.state.first = model.state.length
 
 
 @dataclass(frozen=True, slots=True)
-class Dflash:
+class DflashDrafter:
     """The package's DFlash drafter.
 
     It takes in every committed row. Rows of blocks it did not draft are held until it next drafts,
@@ -84,7 +84,7 @@ class Dflash:
 
     config: DraftConfig = NO_DRAFT_LIMITS
 
-    def begin(self, model: Model, rows: int) -> int:
+    def begin(self, model: ModelRunner, rows: int) -> int:
         """See Proposer.
 
         Raises:
@@ -97,7 +97,7 @@ class Dflash:
         model.state.first = max(model.state.first, seed)
         return model.state.first
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer."""
         if not block.draft:
             return _undrafted(model, progress, block)
@@ -106,29 +106,29 @@ class Dflash:
         model.write_first(self.config.context)
         return Proposal(model.block - 1, (model.call("propose"),))
 
-    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer."""
         return (model.call("observe"),) if block.draft else ()
 
-    def committed(self, model: Model, block: Block, count: int) -> None:
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         """See Proposer."""
         if not block.draft:
             model.hold(count)
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class CallableDrafter:
     """Drafts by any function of the committed tokens: an oracle, a hostile drafter, n-grams."""
 
-    guess: Callable[[Progress], Sequence[int]]
+    guess: Callable[[DecodeProgress], Sequence[int]]
     """progress -> up to R - 1 ids."""
 
-    def begin(self, model: Model, rows: int) -> int:
+    def begin(self, model: ModelRunner, rows: int) -> int:
         """See Proposer."""
         model.state.first = rows
         return rows
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer."""
         if not block.draft:
             return _undrafted(model, progress, block)
@@ -137,10 +137,10 @@ class Guess:
         model.write_tokens([progress.last, *drafts])
         return Proposal(len(drafts))
 
-    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer."""
         return ()
 
-    def committed(self, model: Model, block: Block, count: int) -> None:
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         """See Proposer."""
         model.state.first = model.state.length

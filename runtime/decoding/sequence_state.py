@@ -35,7 +35,7 @@ class Snapshot:
     """As in State: taps the drafter has yet to take in."""
 
 
-class State:
+class SequenceState:
     """The tensors of one sequence, made once and reused for every request in turn."""
 
     def __init__(self, engine: Engine, graphs: list[Graph], dims: Dims) -> None:

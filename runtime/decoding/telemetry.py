@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Literal
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Phase, Reason
+from thor_dflash.runtime.decoding.block import Block, BlockPhase, Reason
 
-Close = Literal["", "natural", "soft", "hard"]
+CloseKind = Literal["", "natural", "soft", "hard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PhaseTotals:
     """Totals over the blocks of one request that began in one phase."""
 
     cycles: int = 0
@@ -64,9 +64,9 @@ class Part:
     """Committed drafts that strict acceptance would have refused."""
     ms: float = 0.0
 
-    def plus(self, other: Part) -> Part:
+    def plus(self, other: PhaseTotals) -> PhaseTotals:
         """The sum of both."""
-        return Part(
+        return PhaseTotals(
             self.cycles + other.cycles,
             self.committed + other.committed,
             self.drafted + other.drafted,
@@ -77,7 +77,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class BlockNote:
     """Why some consecutive blocks were capped, forced, soft, gated or relaxed."""
 
     what: str
@@ -89,7 +89,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RequestReport:
     """Telemetry of one request."""
 
     finish: str
@@ -99,16 +99,16 @@ class Report:
     """Prompt tokens that came from a prefix and were not read again."""
     spec: Spec
     timings: Timings
-    phases: Mapping[Phase, Part]
+    phases: Mapping[BlockPhase, PhaseTotals]
     """The phases that the answer went through."""
-    close: Close
+    close: CloseKind
     """How its thinking ended; empty if it did not."""
-    notes: tuple[Note, ...]
+    notes: tuple[BlockNote, ...]
     """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
 
 
 @dataclass(slots=True)
-class Meter:
+class RequestMeter:
     """Collects telemetry while a request runs."""
 
     block: int
@@ -126,9 +126,9 @@ class Meter:
     forced: int = 0
     hist: list[int] = field(default_factory=list[int])
     by_position: list[int] = field(default_factory=list[int])
-    parts: dict[Phase, Part] = field(default_factory=dict[Phase, Part])
-    close: Close = ""
-    notes: dict[Reason, list[Note]] = field(default_factory=dict[Reason, list[Note]])
+    parts: dict[BlockPhase, PhaseTotals] = field(default_factory=dict[BlockPhase, PhaseTotals])
+    close: CloseKind = ""
+    notes: dict[Reason, list[BlockNote]] = field(default_factory=dict[Reason, list[BlockNote]])
 
     def __post_init__(self) -> None:
         self.hist = [0] * self.block
@@ -150,8 +150,8 @@ class Meter:
         for reason in block.reasons:
             if reason.what != "soft" or record.softened:
                 self._note(reason)
-        part = Part(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
-        self.parts[block.phase] = self.parts.get(block.phase, Part()).plus(part)
+        part = PhaseTotals(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
+        self.parts[block.phase] = self.parts.get(block.phase, PhaseTotals()).plus(part)
         self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts
@@ -160,7 +160,7 @@ class Meter:
 
     def closed(self, block: Block, record: Record) -> None:
         """Note that thinking ended in this block."""
-        natural: Close = "soft" if record.softened else "natural"
+        natural: CloseKind = "soft" if record.softened else "natural"
         self.close = "hard" if block.phase == "closing" else natural
 
     def _note(self, reason: Reason) -> None:
@@ -168,9 +168,11 @@ class Meter:
         if notes and notes[-1].cycle + notes[-1].cycles == self.cycles:
             notes[-1] = replace(notes[-1], cycles=notes[-1].cycles + 1)
         else:
-            notes.append(Note(reason.what, reason.why, self.cycles))
+            notes.append(BlockNote(reason.what, reason.why, self.cycles))
 
-    def report(self, finish: str, completion: int, busy: Mapping[str, float] | None) -> Report:
+    def report(
+        self, finish: str, completion: int, busy: Mapping[str, float] | None
+    ) -> RequestReport:
         """Return the totals. `busy`: as the field, now; None if it could not be asked for."""
         now = time.perf_counter()
         prefilled = self.prefilled or now
@@ -180,7 +182,7 @@ class Meter:
             phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
             # Up to now, like `busy`: the last step may have committed nothing.
             phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
-        return Report(
+        return RequestReport(
             finish,
             completion,
             self.cached,

@@ -17,7 +17,7 @@ from thor_dflash.core.errors import CompilerBusy, PackageError, RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.grammar.schema_limits import check_near, check_together, text_of
 from thor_dflash.runtime.grammar.schema_lint import lint
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 COMPILE_S = 2.0
 """Maximum compile time, seconds: no plan is made meanwhile. A plan's schema takes 10 ms."""
@@ -119,7 +119,7 @@ class Vocabulary:
 class Grammars:
     """Compiles schemas for one package and caches the latest. Thread-safe."""
 
-    text: Text
+    text: Tokenizer
     vocab: int
     """Ids from here on are padding."""
     stop: tuple[int, ...]

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.grammar.compiler import Grammar, Vocabulary
 
 FREE = -1
@@ -142,18 +142,18 @@ class Constrain:
     def __post_init__(self) -> None:
         self._matcher = self.grammar.matcher.deep_copy()
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """Ask to see the drafts."""
         return replace(block, look=self.look)
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """Commit only the rows before one that nothing may follow. The next block begins with that
         row, commits none, and so ends the request.
         """
         dead = record.fault >= 0 and self._walk is not None and self._walk.dead(record.fault)
         return record.fault if dead else record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """Follow the committed tokens."""
         self.follow(progress.tokens[len(progress.tokens) - committed :])
 

@@ -20,11 +20,11 @@ from thor_dflash.plugins.launch import AHEAD, At, Device, Int, Launch
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.runtime.decoding.block import Progress
-from thor_dflash.runtime.decoding.loop import Plan, decode
-from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.decoding.proposers import Dflash
-from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.decoding.block import DecodeProgress
+from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
+from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.cuda.binding import cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Runner
@@ -99,7 +99,7 @@ class Bench:
     """Measurements of one package on one engine."""
 
     engine: CudaEngine
-    model: Model
+    model: ModelRunner
     runner: Runner
     extra: dict[str, Call]
     """Verify steps of other widths, by name."""
@@ -279,11 +279,13 @@ class Bench:
     def loop(self, prompt: int, cycles: int) -> Loop:
         """Time cycles of the real loop."""
         ids = tuple(self._ids(2, prompt).tolist())
-        plan = Plan(prompt=ids, max_tokens=10**6, stop=(), proposer=Dflash(), policies=())
-        meter = Meter(self.model.block, self.engine.busy())
+        plan = DecodeRequest(
+            prompt=ids, max_tokens=10**6, stop=(), proposer=DflashDrafter(), policies=()
+        )
+        meter = RequestMeter(self.model.block, self.engine.busy())
         clock: list[float] = []
         graph: list[float] = []
-        chunks = decode(self.model, plan, Progress(ids), meter)
+        chunks = decode(self.model, plan, DecodeProgress(ids), meter)
         for chunk in chunks:
             if not chunk.tokens:
                 continue
@@ -318,7 +320,7 @@ def open_bench(
     """Load a package, with verify steps of other widths besides its own."""
     extra = {f"verify.{width}": _other(engine, f"verify.{width}") for width in widths}
     engine.also(list(extra.values()))
-    model = Model(engine, manifest, capacity, manifest.block)
+    model = ModelRunner(engine, manifest, capacity, manifest.block)
     bench = Bench(engine, model, Runner(engine.driver, cubins), extra, 0)
     bench.fill_state()
     bench.free = engine.driver.free_memory()

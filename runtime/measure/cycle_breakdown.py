@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from thor_dflash.core.progress import Progress
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.measure.cuda_bench import Bench, rooms
-from thor_dflash.runtime.measure.profile import Inside, Part
+from thor_dflash.runtime.measure.profile import CycleBreakdown, ProfilePart
 
 PRODUCTS = ("linear", "head")
 """Rooms whose calls are listed by kind."""
@@ -21,8 +21,8 @@ ENOUGH = 512 << 20
 
 
 def take_apart(
-    engine: CudaEngine, model: Model, graphs: Sequence[str], cubins: Path, progress: Progress
-) -> Inside:
+    engine: CudaEngine, model: ModelRunner, graphs: Sequence[str], cubins: Path, progress: Progress
+) -> CycleBreakdown:
     """Time the parts of a cycle at the sequence's current context. Destroys the sequence's state.
 
     Args:
@@ -36,23 +36,25 @@ def take_apart(
         read = bench.bandwidth() if engine.memory["weights"] >= ENOUGH else 0.0
         cycle = bench.steps(graphs).median
         parts = tuple(part for graph in graphs for part in _parts(bench, graph, context))
-    return Inside(context, cycle, read, parts)
+    return CycleBreakdown(context, cycle, read, parts)
 
 
-def _parts(bench: Bench, graph: str, context: int) -> Iterator[Part]:
+def _parts(bench: Bench, graph: str, context: int) -> Iterator[ProfilePart]:
     sizes = {"gdn": bench.state_bytes(), "verify_attention": bench.cache_bytes() * context}
     here = bench.rooms(graph)
     sizes = {room: size for room, size in sizes.items() if room in here}
     whole = bench.bytes(graph, PRODUCTS) + sum(sizes.values())
-    yield Part(graph, "", bench.steps([graph]).median, whole)
+    yield ProfilePart(graph, "", bench.steps([graph]).median, whole)
     if len(here) == 1:
         return
     for kind, share in bench.shares(graph, PRODUCTS).items():
-        yield Part(graph, kind, bench.steps([graph], share.__contains__).median, share.nbytes)
+        yield ProfilePart(
+            graph, kind, bench.steps([graph], share.__contains__).median, share.nbytes
+        )
     for room in KNOWN:
         if room in here:
             ms = bench.steps([graph], rooms(room)).median
-            yield Part(graph, room, ms, sizes.get(room, 0))
+            yield ProfilePart(graph, room, ms, sizes.get(room, 0))
     if others := [room for room in here if room not in (*PRODUCTS, *KNOWN)]:
         ms = bench.steps([graph], rooms(*others)).median
-        yield Part(graph, ", ".join(others), ms, 0)
+        yield ProfilePart(graph, ", ".join(others), ms, 0)

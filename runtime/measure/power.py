@@ -64,7 +64,7 @@ class Sensor:
         return 1e-6 * _number(self.volts_at) * _number(self.amperes_at)
 
 
-def find(root: Path = ROOT) -> list[Sensor]:
+def find_sensors(root: Path = ROOT) -> list[Sensor]:
     """Every rail that can be read now, sorted by name."""
     found: dict[str, Sensor] = {}
     for chip in sorted(root.glob("sys/class/hwmon/hwmon*")):
@@ -101,7 +101,7 @@ def junction(root: Path = ROOT) -> Path | None:
 
 
 @dataclass(slots=True)
-class Watch:
+class PowerSampler:
     """Samples sensors periodically in its own thread, from `start` to `stop` or inside a `with`.
     Without sensors, no thread runs.
     """
@@ -117,7 +117,7 @@ class Watch:
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PowerSampler:
         self.start()
         return self
 

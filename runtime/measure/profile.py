@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.telemetry import Report, Spec
+from thor_dflash.runtime.decoding.telemetry import RequestReport, Spec
 
 UNSTEADY = 0.025
 """Coefficient of variation above which a median is unreliable. Source: trtexec warns above it."""
@@ -21,7 +21,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ProfileSubject:
     """What was measured. Profiles are comparable if all of it but the version is the same."""
 
     version: str
@@ -42,7 +42,7 @@ class Subject:
     machine: Mapping[str, str]
     """Release and power mode of a Jetson; empty for other machines."""
 
-    def differs(self, other: Subject) -> list[str]:
+    def differs(self, other: ProfileSubject) -> list[str]:
         """The differences from a later subject, as text."""
         one, two = ({**_plain(s), **s.machine, **s.settings} for s in (self, other))
         return [
@@ -52,7 +52,7 @@ class Subject:
         ]
 
 
-def _plain(subject: Subject) -> dict[str, str]:
+def _plain(subject: ProfileSubject) -> dict[str, str]:
     """The fields that are not settings, with hashes shortened."""
     return {
         "package": subject.package[:12],
@@ -80,7 +80,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class StepEnd:
     """The end of a prefill step or of a cycle of an answer."""
 
     ms: float
@@ -90,16 +90,16 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProfileRun:
     """One answer."""
 
-    report: Report
+    report: RequestReport
     tokens: tuple[int, ...]
-    beats: tuple[Beat, ...]
+    beats: tuple[StepEnd, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProfilePart:
     """A graph of a cycle, or a group of similar calls in one, timed by itself."""
 
     graph: str
@@ -111,7 +111,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class CycleBreakdown:
     """The parts of a cycle. Parts timed by themselves do not overlap as they do in a cycle, so
     their sum is not exactly its time.
     """
@@ -123,7 +123,7 @@ class Inside:
     read_rate: float
     """Bytes per second that this device reads in a long stream; 0 if there are too few weights to
     measure it."""
-    parts: tuple[Part, ...]
+    parts: tuple[ProfilePart, ...]
     """Each graph, followed by its parts."""
 
 
@@ -170,7 +170,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ProfilePhase:
     """A graph of the loop; or the host, which is all remaining time."""
 
     ms: float
@@ -185,7 +185,7 @@ class Phase:
 class Profile:
     """Measurements of one request, run many times."""
 
-    subject: Subject
+    subject: ProfileSubject
     runs: int
     warmup: int
     """Earlier runs, which are not measured."""
@@ -194,14 +194,14 @@ class Profile:
     finish: str
     times: Mapping[str, Spread]
     """ttft_ms, prefill_ms, cycle_ms, each_ms (every cycle by the clock), e2e_ms; tok_s."""
-    phases: Mapping[str, Phase]
+    phases: Mapping[str, ProfilePhase]
     spec: Spec
     """Of the last run."""
-    timeline: tuple[Beat, ...]
+    timeline: tuple[StepEnd, ...]
     """Of the last run."""
     power: Power
     warnings: tuple[str, ...]
-    inside: Inside | None = None
+    inside: CycleBreakdown | None = None
     """None if every graph of a cycle is already a phase, or if the cycle cannot be taken apart."""
     soak: tuple[Stretch, ...] = ()
     """In order; empty if a number of runs was requested."""
@@ -220,17 +220,17 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(ordered[0], at(50), at(90), at(99), ordered[-1], variation, tuple(values))
 
 
-def cycles(beats: Sequence[Beat]) -> list[float]:
+def cycles(beats: Sequence[StepEnd]) -> list[float]:
     """Wall time of each cycle of an answer, ms."""
     return [end.ms - start.ms for start, end in itertools.pairwise(beats) if end.tokens]
 
 
 def profile(
-    subject: Subject,
+    subject: ProfileSubject,
     warmup: int,
-    runs: Sequence[Run],
+    runs: Sequence[ProfileRun],
     *,
-    inside: Inside | None = None,
+    inside: CycleBreakdown | None = None,
     power: Power | None = None,
     soak: Sequence[Stretch] = (),
     notes: Sequence[str] = (),
@@ -273,7 +273,7 @@ def profile(
     )
 
 
-def steps(found: Profile) -> Iterator[tuple[str, Beat, Beat]]:
+def steps(found: Profile) -> Iterator[tuple[str, StepEnd, StepEnd]]:
     """What each step of the last answer was, its start and its end."""
     for start, end in itertools.pairwise(found.timeline):
         # Only a dead end commits nothing after the prompt.
@@ -282,7 +282,7 @@ def steps(found: Profile) -> Iterator[tuple[str, Beat, Beat]]:
 
 
 def stretches(
-    runs: Sequence[Run],
+    runs: Sequence[ProfileRun],
     when: Sequence[tuple[float, float]],
     power: Callable[[Sequence[tuple[float, float]]], Power],
 ) -> list[Stretch]:
@@ -313,20 +313,20 @@ def stretches(
     return found
 
 
-def _cycle_ms(report: Report) -> float:
+def _cycle_ms(report: RequestReport) -> float:
     return report.timings.decode_ms / max(1, report.spec.cycles)
 
 
-def _phases(reports: Sequence[Report]) -> dict[str, Phase]:
+def _phases(reports: Sequence[RequestReport]) -> dict[str, ProfilePhase]:
     whole = sum(r.timings.e2e_ms for r in reports) or 1.0
     names = dict.fromkeys(name for r in reports for name in r.timings.phases_ms)
-    found: dict[str, Phase] = {}
+    found: dict[str, ProfilePhase] = {}
     for name in sorted(names, key=lambda n: (n == HOST, not n.startswith(PROMPT))):
         each = [r.timings.phases_ms.get(name, 0.0) for r in reports]
         shares = [ms / max(1, r.spec.cycles) for ms, r in zip(each, reports, strict=True)]
         once = name == HOST or name.startswith(PROMPT)
         cycle = 0.0 if once else statistics.median_low(shares)
-        found[name] = Phase(statistics.median_low(each), cycle, sum(each) / whole)
+        found[name] = ProfilePhase(statistics.median_low(each), cycle, sum(each) / whole)
     return found
 
 
@@ -340,7 +340,7 @@ def _drift(soak: Sequence[Stretch]) -> list[str]:
     ]
 
 
-def _warnings(times: Mapping[str, Spread], runs: Sequence[Run], failed: str) -> list[str]:
+def _warnings(times: Mapping[str, Spread], runs: Sequence[ProfileRun], failed: str) -> list[str]:
     told: list[str] = []
     if (variation := times["cycle_ms"].variation) > UNSTEADY:
         told.append(

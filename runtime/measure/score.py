@@ -9,8 +9,8 @@ import numpy as np
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.loop import own
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.loop import check_owner
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.session import Session
 
 
@@ -68,9 +68,11 @@ def blocks(
             task.advance(len(part))
 
 
-def _block(model: Model, begun: int, part: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
+def _block(
+    model: ModelRunner, begun: int, part: Sequence[int], names: Sequence[str]
+) -> dict[str, Array]:
     with model.alone:
-        own(model, begun)
+        check_owner(model, begun)
         model.write_tokens(part)
         model.verify()
         model.state.commit(len(part))

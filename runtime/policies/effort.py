@@ -10,7 +10,7 @@ from thor_dflash.package.manifest import ModelCard
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class TokenLimits:
     """Lengths of one request, tokens."""
 
     think: int
@@ -19,13 +19,15 @@ class Envelope:
     """The answer ends after this many; total - think are reserved for closing message and reply."""
 
 
-def envelope(config: BudgetConfig, card: ModelCard, close: int, max_tokens: int) -> Envelope:
+def resolve_limits(
+    config: BudgetConfig, card: ModelCard, close: int, max_tokens: int
+) -> TokenLimits:
     """Resolve a budget. `close`: length of the closing message, tokens.
 
     Raises:
         RequestError: the numbers leave no room for the message and one token after it.
     """
-    budget = config.tokens if config.tokens >= 0 else effort(config.effort, card)
+    budget = config.tokens if config.tokens >= 0 else effort_tokens(config.effort, card)
     reply = config.reply or _reply(config, card, budget, max_tokens)
     if reply <= close:
         raise _too_short(config, card, close, budget, max_tokens)
@@ -33,7 +35,7 @@ def envelope(config: BudgetConfig, card: ModelCard, close: int, max_tokens: int)
         what = "decode.budget.reply" if config.reply else "the reply of the package's model card"
         raise RequestError(f"max_tokens must be >= {reply}, {what} (got {max_tokens})")
     total = min(budget + reply, max_tokens)
-    return Envelope(total - reply, total)
+    return TokenLimits(total - reply, total)
 
 
 def _too_short(
@@ -64,7 +66,7 @@ def _reply(config: BudgetConfig, card: ModelCard, budget: int, max_tokens: int) 
     return card.reply if config.tokens < 0 else min(card.reply, max_tokens - budget)
 
 
-def effort(name: str, card: ModelCard) -> int:
+def effort_tokens(name: str, card: ModelCard) -> int:
     """The budget that an effort stands for, tokens.
 
     Raises:

@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress, Reason, Relaxed
+from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Reason
 
 
 @dataclass(frozen=True, slots=True)
 class RelaxedThinking:
     """Applies `relaxed` inside the thinking block."""
 
-    relaxed: Relaxed
+    relaxed: AcceptRule
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         if not progress.thinking or block.forced or not block.draft:
             return block
@@ -30,9 +30,9 @@ class RelaxedThinking:
             block, relaxed=self.relaxed, reasons=(*block.reasons, Reason("relaxed", "thinking"))
         )
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """See Policy."""

@@ -19,13 +19,13 @@ from statistics import median
 from typing import Literal
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 
-Mode = Literal["open", "shut", "probing"]
+GateMode = Literal["open", "shut", "probing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class GateRule:
     """The gate's constants."""
 
     share: float = 0.15
@@ -50,7 +50,7 @@ class Rule:
     """Minimum plain steps between trials."""
 
 
-class Costs:
+class StepCosts:
     """Seconds of a drafted cycle, of a plain step and of catching up: medians of the newest, so
     that a step disturbed by another process does not count. One per process.
     """
@@ -96,14 +96,14 @@ class Costs:
         return cycles * extra + (median(self._behind) if self._behind else 0.0)
 
 
-class Gate:
+class SpeculationGate:
     """Skips the drafter in blocks where it does not pay off. One per request."""
 
-    def __init__(self, costs: Costs, clock: Callable[[], float], rule: Rule) -> None:
+    def __init__(self, costs: StepCosts, clock: Callable[[], float], rule: GateRule) -> None:
         self._costs = costs
         self._clock = clock
         self._rule = rule
-        self._mode: Mode = "open"
+        self._mode: GateMode = "open"
         self._worth: float | None = None
         """Moving average of tokens per drafted cycle; None before the costs are known."""
         self._cycles = 0
@@ -120,7 +120,7 @@ class Gate:
         """The next drafted cycle catches up first."""
         self._agreed = 0
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         self._began, least = self._clock(), self._rule.plain
         if self._mode == "shut":
@@ -131,7 +131,7 @@ class Gate:
         self._counts = not block.forced
         return block
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """Note how many drafts agreed, even if something else cut the block. Forced ids are not
         counted, since a plain step commits them too.
         """
@@ -139,7 +139,7 @@ class Gate:
         self._agreed = record.agreed - forced
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """See Policy."""
         seconds = self._clock() - self._began
         self._cycles += 1
@@ -192,6 +192,6 @@ class Gate:
             self._worth = even
             self._enter("probing")
 
-    def _enter(self, mode: Mode) -> None:
+    def _enter(self, mode: GateMode) -> None:
         self._mode, self._cycles, self._low = mode, 0, 0
         self._lost = self._plain_s = 0.0

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress, Reason
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Reason
 
 WHY = "thinking budget"
-Stage = Literal["think", "closing", "reply"]
+BudgetStage = Literal["think", "closing", "reply"]
 
 
 @dataclass(frozen=True, slots=True)
-class Soft:
+class SoftClose:
     """Soft close: thinking may end early where the closing mark is nearly the best id."""
 
     start: int
@@ -32,19 +32,19 @@ class Soft:
 
 
 @dataclass(slots=True)
-class Budget:
+class ThinkingBudget:
     """Closes thinking once it has used up its tokens. One per request."""
 
     limit: int
     """Tokens of the answer after which thinking is closed."""
     close: tuple[int, ...]
     """Ids of the closing message."""
-    soft: Soft | None = None
-    _stage: Stage = "think"
+    soft: SoftClose | None = None
+    _stage: BudgetStage = "think"
     _said: int = field(default=0)
     """Ids of `close` committed."""
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         self._advance(progress)
         if self._stage == "closing":
@@ -55,16 +55,16 @@ class Budget:
             return self._soften(progress, block.capped(self.limit - done, WHY))
         return block
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """See Policy."""
         if self._stage == "closing":
             self._said += committed
 
-    def _advance(self, progress: Progress) -> None:
+    def _advance(self, progress: DecodeProgress) -> None:
         if self._stage == "think" and not progress.thinking:
             self._stage = "reply"
         if self._stage == "think" and len(progress.tokens) >= self.limit:
@@ -74,7 +74,7 @@ class Budget:
         if self._stage == "closing" and self._said >= len(self.close):
             self._stage = "reply"
 
-    def _soften(self, progress: Progress, block: Block) -> Block:
+    def _soften(self, progress: DecodeProgress, block: Block) -> Block:
         done, marks = len(progress.tokens), progress.marks
         if self.soft is None or marks is None or done + block.cap <= self.soft.start:
             return block

@@ -1,5 +1,11 @@
 """Sessions: requests are admitted and answered; prefixes are stored and reused."""
 
-from thor_dflash.runtime.session.session import Chunk, Report, Request, Session, open_session
+from thor_dflash.runtime.session.session import (
+    Request,
+    RequestReport,
+    Session,
+    TokenChunk,
+    open_session,
+)
 
-__all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
+__all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]

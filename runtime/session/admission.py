@@ -18,17 +18,17 @@ from thor_dflash.config.tree import (
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
-from thor_dflash.runtime.decoding.block import Policy, Relaxed
-from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.block import AcceptRule, Policy
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import leads
-from thor_dflash.runtime.policies.effort import Envelope, envelope
+from thor_dflash.runtime.policies.effort import TokenLimits, resolve_limits
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
-from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
-from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
+from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
+from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 from thor_dflash.runtime.text.thinking import Marks, Thinking
-from thor_dflash.runtime.text.tokenizer import END_THINK, Text
+from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
 
 _RULES = {"margin": LOG_MARGIN, "delta": PROBABILITY_DELTA}
 
@@ -59,14 +59,16 @@ class Admitted:
     policies: tuple[Policy, ...]
 
 
-class Desk:
+class Admission:
     """Admits requests to one session. Keeps measured costs and tokenised texts between requests."""
 
-    def __init__(self, model: Model, text: Text | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, model: ModelRunner, tokenizer: Tokenizer | None, clock: Callable[[], float]
+    ) -> None:
         self._model = model
-        self._text = text
+        self._tokenizer = tokenizer
         self._clock = clock
-        self._costs = Costs()
+        self._costs = StepCosts()
         self._messages: dict[str, tuple[int, ...]] = {}
 
     def admit(self, request: Request) -> Admitted:
@@ -85,13 +87,13 @@ class Desk:
                 max_tokens = found.total
                 policies.append(budget)
         if request.gate:
-            policies.append(Gate(self._costs, self._clock, Rule()))
+            policies.append(SpeculationGate(self._costs, self._clock, GateRule()))
         if request.relaxed is not None:
             policies.append(self._relaxed(request, request.relaxed))
         return Admitted(max_tokens, proposer, tuple(policies))
 
     def _marks(self, what: str) -> Marks:
-        marks = self._text.marks if self._text else None
+        marks = self._tokenizer.marks if self._tokenizer else None
         if marks is None:
             raise RequestError(
                 f"{what} must be used with a package whose tokenizer has <think> and </think> "
@@ -109,7 +111,7 @@ class Desk:
             ):
                 if asked:
                     raise RequestError(f"{name} must be used with a drafter (got {got})")
-            return Nobody()
+            return NoDrafter()
         drafter = self._model.manifest.drafter
         if drafter is None:
             raise RequestError("drafter must be none, the package has no drafter (got dflash)")
@@ -117,7 +119,7 @@ class Desk:
         self._check_window("window", request.draft.window, [w for w in windows if w], "sliding")
         limits = [self._model.limit for w in windows if not w]
         self._check_window("full", request.draft.full, limits, "full")
-        return Dflash(request.draft)
+        return DflashDrafter(request.draft)
 
     def _check_window(self, name: str, value: int, bounds: Sequence[int], kind: str) -> None:
         """Check a window of the drafter's layers of one kind; `bounds` has one of each layer."""
@@ -130,7 +132,7 @@ class Desk:
         if value and not (bounds and block <= value <= min(bounds)):
             raise RequestError(f"decode.draft.{name} must be {rule} (got {value})")
 
-    def _budget(self, request: Request) -> tuple[Envelope, Budget]:
+    def _budget(self, request: Request) -> tuple[TokenLimits, ThinkingBudget]:
         config, card = request.budget, self._model.manifest.card
         if config.effort == "none" and config.tokens < 0:
             raise RequestError(
@@ -138,12 +140,12 @@ class Desk:
                 "(got one with an open <think>)"
             )
         close = self._closing(request)
-        found = envelope(config, card, len(close), request.max_tokens)
+        found = resolve_limits(config, card, len(close), request.max_tokens)
         soft = None
         if config.close == "soft":
             self._check_ends(request)
-            soft = Soft(math.ceil(config.soften * found.think), -math.log(config.ratio))
-        return found, Budget(found.think, close, soft)
+            soft = SoftClose(math.ceil(config.soften * found.think), -math.log(config.ratio))
+        return found, ThinkingBudget(found.think, close, soft)
 
     def _check_ends(self, request: Request) -> None:
         """A soft close mark ends its block like a stop id, so it needs one of the stop slots."""
@@ -155,12 +157,12 @@ class Desk:
             )
 
     def _closing(self, request: Request) -> tuple[int, ...]:
-        assert self._text is not None
+        assert self._tokenizer is not None
         own, cards = request.budget.message, self._model.manifest.card.close
         message = own or cards
         card = message and message == cards
         name = "the package's card.close" if card else "decode.budget.message"
-        ids = self._messages.get(message) or tuple(self._text.encode(message))
+        ids = self._messages.get(message) or tuple(self._tokenizer.encode(message))
         close = self._marks("a thinking budget").close
         if ids.count(close) != 1:
             raise RequestError(f"{name} must hold </think> once (got {show(message)})")
@@ -178,13 +180,13 @@ class Desk:
 
     def _relaxed(self, request: Request, config: RelaxedConfig) -> RelaxedThinking:
         marks = self._marks("accept relaxed")
-        assert self._text is not None
+        assert self._tokenizer is not None
         k, margin = RELAXED[config.rule]
         if config.k > (vocab := self._model.manifest.target.vocab):
             raise RequestError(
                 f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
             )
-        ids = {*self._model.manifest.stop_tokens, *self._text.tools}
+        ids = {*self._model.manifest.stop_tokens, *self._tokenizer.tools}
         # The accept room never accepts a stop id of the request as a near miss, so those ids need
         # no slot here.
         never = tuple(sorted(ids - request.stop))
@@ -195,7 +197,7 @@ class Desk:
                 f"counting the request's stop ids (got {len(never)})"
             )
         return RelaxedThinking(
-            Relaxed(
+            AcceptRule(
                 rule=_RULES[config.rule],
                 top_k=config.k or k,
                 margin=margin if config.margin < 0 else config.margin,

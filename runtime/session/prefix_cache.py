@@ -18,10 +18,10 @@ from pathlib import Path
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
-from thor_dflash.runtime.decoding.loop import own
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.loop import check_owner
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot
-from thor_dflash.runtime.session.prefix_file import Stored, read_prefix, write_prefix
+from thor_dflash.runtime.session.prefix_file import StoredPrefix, read_prefix, write_prefix
 
 LONGEST_NAME = 64
 """Characters, as for every name in the wire protocol."""
@@ -55,10 +55,10 @@ class Prefix:
 
 
 @dataclass(slots=True)
-class Prefixes:
+class PrefixCache:
     """The prefixes of one session. Call `put` and `load` only on the decoding thread."""
 
-    model: Model
+    model: ModelRunner
     budget: int = BUDGET
     """Memory for all of them, bytes."""
     _kept: OrderedDict[str, Prefix] = field(default_factory=OrderedDict[str, Prefix])
@@ -84,7 +84,7 @@ class Prefixes:
         """
         tokens = tuple(tokens)
         self._check(name, tokens)
-        held = held_of(len(tokens), self.model.chunk)
+        held = cached_length(len(tokens), self.model.chunk)
         need = self.bytes_of(held)
         self._room(name, need)
         start = time.perf_counter()
@@ -142,7 +142,9 @@ class Prefixes:
             prefix = self._kept.get(name)
         if prefix is None:
             raise RequestError(f"prefix must be one that is kept (got {show(name)})")
-        stored = Stored(name=name, tokens=prefix.tokens, pinned=prefix.pinned, held=prefix.held)
+        stored = StoredPrefix(
+            name=name, tokens=prefix.tokens, pinned=prefix.pinned, held=prefix.held
+        )
         write_prefix(path, self.model, stored, prefix.snapshot)
         return prefix
 
@@ -214,15 +216,15 @@ class Prefixes:
             if stopped():
                 return None
             with model.alone:
-                own(model, begun)
+                check_owner(model, begun)
                 # Fill the drafter's rings too: a later request may use the drafter.
                 model.prefill(tokens[start : start + chunk], observe=True)
         with model.alone:
-            own(model, begun)
+            check_owner(model, begun)
             return model.state.snapshot()
 
 
-def held_of(length: int, chunk: int) -> int:
+def cached_length(length: int, chunk: int) -> int:
     """Tokens of a prefix that are kept: whole chunks, without at least its last token.
 
     The last token of a prompt begins the first block, so a prompt that is all prefix needs it.

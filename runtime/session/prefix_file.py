@@ -26,7 +26,7 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import PackageError, RequestError
 from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.package.manifest import Manifest, render
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot
 
 FORMAT = 3
@@ -38,7 +38,7 @@ AGAIN = "put the prefix again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredPrefix:
     """The fields of a file besides the arrays."""
 
     name: str
@@ -56,7 +56,7 @@ class _Header:
     device: str
     capacity: int
     chunk: int
-    prefix: Stored
+    prefix: StoredPrefix
 
 
 def identity(manifest: Manifest) -> str:
@@ -64,7 +64,7 @@ def identity(manifest: Manifest) -> str:
     return hashlib.sha256(render(manifest).encode()).hexdigest()
 
 
-def write_prefix(path: Path, model: Model, stored: Stored, snapshot: Snapshot) -> None:
+def write_prefix(path: Path, model: ModelRunner, stored: StoredPrefix, snapshot: Snapshot) -> None:
     """Write a temporary file next to `path`, flush it, rename it.
 
     Raises:
@@ -109,7 +109,7 @@ def _replace(path: Path, parts: list[bytes]) -> None:
         os.close(folder)
 
 
-def read_prefix(path: Path, model: Model, budget: int) -> tuple[Stored, Snapshot]:
+def read_prefix(path: Path, model: ModelRunner, budget: int) -> tuple[StoredPrefix, Snapshot]:
     """Read what `write_prefix` wrote for this package and capacity.
 
     Raises:
@@ -156,7 +156,7 @@ def _table(path: Path, line: bytes) -> dict[str, object]:
         raise PackageError(f"{path} must have JSON as its second line (got: {e}); {AGAIN}") from e
 
 
-def _header(path: Path, line: bytes, model: Model) -> _Header:
+def _header(path: Path, line: bytes, model: ModelRunner) -> _Header:
     table = _table(path, line)
     for key, mine in (("format", FORMAT), ("tool", __version__)):
         if table.get(key) != mine:
@@ -198,5 +198,5 @@ def _array(spec: TensorSpec, payload: bytes, at: int) -> Array:
     return np.frombuffer(payload, spec.dtype.numpy, count, at).reshape(shape)
 
 
-def _names(model: Model, held: int) -> list[str]:
+def _names(model: ModelRunner, held: int) -> list[str]:
     return sorted(model.state.layout(held))

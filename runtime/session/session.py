@@ -16,21 +16,22 @@ from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import amount
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.runtime.decoding.block import Limit, Policy, Progress
-from thor_dflash.runtime.decoding.loop import Chunk, Plan, check, decode
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
+from thor_dflash.runtime.decoding.loop import DecodeRequest, TokenChunk, check_request, decode
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposer
-from thor_dflash.runtime.decoding.telemetry import Meter, Report
+from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.policy import Constrain, Place
-from thor_dflash.runtime.session.admission import Desk, Request
-from thor_dflash.runtime.session.prefix_cache import Prefixes
-from thor_dflash.runtime.text.tokenizer import Text, open_at_end
+from thor_dflash.runtime.policies.limits import TokenLimit
+from thor_dflash.runtime.session.admission import Admission, Request
+from thor_dflash.runtime.session.prefix_cache import PrefixCache
+from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 
-__all__ = ["Chunk", "Report", "Request", "Session", "open_session"]
+__all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
 
 
 FINALISER_S = 10.0
@@ -42,17 +43,19 @@ class Session:
     also that of another thread.
     """
 
-    def __init__(self, model: Model, text: Text | None, choice: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: ModelRunner, tokenizer: Tokenizer | None, choice: tuple[int, ...] = ()
+    ) -> None:
         self.model = model
-        self.text = text
+        self.tokenizer = tokenizer
         """None if the package has no tokenizer."""
         self.choice = choice or (model.chunk,)
         """Values that `model.chunk` may be set to before the first request, in rows."""
-        self.prefixes = Prefixes(model)
+        self.prefixes = PrefixCache(model)
         """Stored states that requests continue from. The longest one matching a prompt is used."""
         self._grammars: Grammars | None = None
-        self._desk = Desk(model, text, time.perf_counter)
-        self._report: Report | None = None
+        self._admission = Admission(model, tokenizer, time.perf_counter)
+        self._report: RequestReport | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -69,22 +72,22 @@ class Session:
             CompilerBusy: as `Grammars.compile`.
         """
         if self._grammars is None:
-            if self.text is None:
+            if self.tokenizer is None:
                 raise RequestError(
                     "schema must be used with a package that has a tokenizer (got one without)"
                 )
             manifest = self.manifest
-            self._grammars = Grammars(self.text, manifest.vocab_limit, manifest.stop_tokens)
+            self._grammars = Grammars(self.tokenizer, manifest.vocab_limit, manifest.stop_tokens)
         return self._grammars.compile(schema)
 
-    def generate(self, request: Request) -> Iterator[Chunk]:
+    def generate(self, request: Request) -> Iterator[TokenChunk]:
         """Answer one request. Close the iterator to cancel.
 
         Raises:
             RequestError: at the call; the request does not fit this session, nothing was decoded.
             ModelFault: while iterating; the model had no usable choice.
         """
-        admitted = self._desk.admit(request)
+        admitted = self._admission.admit(request)
         return self.run(
             replace(request, max_tokens=admitted.max_tokens),
             admitted.proposer,
@@ -97,9 +100,9 @@ class Session:
         Raises:
             RequestError: as `generate`.
         """
-        admitted = self._desk.admit(request)
+        admitted = self._admission.admit(request)
         self.constrain(request)
-        check(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
+        check_request(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
 
     def constrain(self, request: Request) -> tuple[Policy, ...]:
         """Return the policy for the request's grammar, or an empty tuple if it has none.
@@ -107,41 +110,41 @@ class Session:
         Raises:
             RequestError: the request's stop ids lack one that the grammar ends with.
         """
-        grammar, text = request.grammar, self.text
-        if grammar is None or text is None:
+        grammar, tokenizer = request.grammar, self.tokenizer
+        if grammar is None or tokenizer is None:
             return ()
         if missing := grammar.vocabulary.stop - request.stop:
             raise RequestError(
                 "stop must hold every stop id of the package if there is a grammar "
                 f"(got none of {sorted(missing)})"
             )
-        return (Constrain(grammar, Place(thinking=open_at_end(text, request.prompt))),)
+        return (Constrain(grammar, Place(thinking=open_at_end(tokenizer, request.prompt))),)
 
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[TokenChunk]:
         """Answer one request with the given proposer and policies; the request's own drafter and
         policy options are ignored.
         """
         stop = tuple(sorted(request.stop))
-        check(self.model, request.prompt, request.max_tokens, stop)
-        plan = Plan(
+        check_request(self.model, request.prompt, request.max_tokens, stop)
+        plan = DecodeRequest(
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             stop=stop,
             proposer=proposer,
-            policies=(*policies, Limit(request.max_tokens)),
-            marks=self.text.marks if self.text else None,
+            policies=(*policies, TokenLimit(request.max_tokens)),
+            marks=self.tokenizer.marks if self.tokenizer else None,
             prefix=self.prefixes.use(request.prompt),
         )
         return self._answer(plan)
 
-    def _answer(self, plan: Plan) -> Iterator[Chunk]:
+    def _answer(self, plan: DecodeRequest) -> Iterator[TokenChunk]:
         engine, self._report = self.model.engine, None
         cached = plan.prefix.length if plan.prefix else 0
         with self.model.alone:
-            meter = Meter(self.model.block, engine.busy(), cached)
-        progress, finish = Progress(plan.prompt, plan.marks), "cancelled"
+            meter = RequestMeter(self.model.block, engine.busy(), cached)
+        progress, finish = DecodeProgress(plan.prompt, plan.marks), "cancelled"
         try:
             for chunk in decode(self.model, plan, progress, meter):
                 finish = chunk.finish or finish
@@ -164,7 +167,7 @@ class Session:
         finally:
             self.model.alone.release()
 
-    def report(self) -> Report:
+    def report(self) -> RequestReport:
         """Telemetry of the last request that ended.
 
         Raises:
@@ -204,11 +207,11 @@ def open_session(
         try:
             with package_manifest.checking(package, found, progress):
                 # Before the weights, so that a bad tokenizer is reported at once.
-                text = Text.load(package) if found.tokenizer else None
+                tokenizer = Tokenizer.load(package) if found.tokenizer else None
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
                 with progress.task("loading graphs"):
-                    model = Model(engine, found, capacity, block, sizes)
+                    model = ModelRunner(engine, found, capacity, block, sizes)
             if package_manifest.read(package) != found:
                 # What was loaded may be of either: files were opened one by one, by their names.
                 raise PackageError(
@@ -218,7 +221,7 @@ def open_session(
         except OutOfMemory as e:
             raise EngineError(f"{e}; {_remedy(found, capacity, e.lacks)}") from e
         stack.pop_all()
-    return Session(model, text, choice)
+    return Session(model, tokenizer, choice)
 
 
 def _remedy(found: Manifest, capacity: int, lacks: int) -> str:

@@ -14,6 +14,15 @@ class Marks:
     close: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Some text of an answer, either all thinking or none."""
+
+    text: str
+    thinking: bool
+    """Inside the thinking block, whose marks belong to it."""
+
+
 class Thinking:
     """Follows an answer token by token.
 

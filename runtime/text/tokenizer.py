@@ -10,20 +10,20 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, decoders
+from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.strict_records import check_utf8, show
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.text.chat_template import Template
 from thor_dflash.runtime.text.messages import chat
-from thor_dflash.runtime.text.thinking import Marks, Thinking
+from thor_dflash.runtime.text.thinking import Marks, TextPiece, Thinking
 from thor_dflash.runtime.text.token_bounds import least_bytes, longest
 
 THINK, END_THINK = "<think>", "</think>"
@@ -32,10 +32,10 @@ RECALLED = 8192
 """Tokens whose bytes are cached: more than a robot's plans ever use."""
 
 
-class Text:
+class Tokenizer:
     """The tokenizer and the chat template of a package."""
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], template: Template) -> None:
+    def __init__(self, tokenizer: HfTokenizer, special: frozenset[int], template: Template) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._template = template
@@ -63,7 +63,7 @@ class Text:
         return self._template.given
 
     @classmethod
-    def load(cls, directory: Path) -> Text:
+    def load(cls, directory: Path) -> Tokenizer:
         """Read the tokenizer files of a package or a checkpoint.
 
         Raises:
@@ -73,7 +73,7 @@ class Text:
         path = directory / files.TOKENIZER
         try:
             # Not from_file: it takes no path whose bytes are not UTF-8.
-            tokenizer = Tokenizer.from_buffer(path.read_bytes())
+            tokenizer = HfTokenizer.from_buffer(path.read_bytes())
         except Exception as e:  # the library raises plain Exception for a file it cannot read
             raise PackageError(f"{path} must be a tokenizer (got: {e})") from e
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -156,7 +156,7 @@ class Text:
 class Stream:
     """Decodes an answer as it arrives. A character is returned once its last byte has arrived."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Tokenizer) -> None:
         self._text = text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -169,15 +169,6 @@ class Stream:
         return self._utf8.decode(b"", True)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text of an answer, either all thinking or none."""
-
-    text: str
-    thinking: bool
-    """Inside the thinking block, whose marks belong to it."""
-
-
 class Answer:
     """An answer as it arrives, split into thinking and the rest.
 
@@ -185,7 +176,7 @@ class Answer:
     already. An answer that does not start inside may open one with its first token.
     """
 
-    def __init__(self, text: Text, prompt: Sequence[int]) -> None:
+    def __init__(self, text: Tokenizer, prompt: Sequence[int]) -> None:
         self._text = text
         self._stream = text.stream()
         self._state = Thinking(text.marks, prompt)
@@ -197,14 +188,14 @@ class Answer:
         """Tokens of the thinking block so far, its marks included."""
         return self._thinking
 
-    def feed(self, tokens: Sequence[int]) -> list[Piece]:
+    def feed(self, tokens: Sequence[int]) -> list[TextPiece]:
         """The pieces of text these tokens complete, without empty ones."""
         return [piece for token in tokens for piece in self._one(token) if piece.text]
 
-    def end(self) -> list[Piece]:
+    def end(self) -> list[TextPiece]:
         """The piece held back at the end of the answer, if any."""
         rest = self._stream.end()
-        return [Piece(rest, self._state.inside)] if rest else []
+        return [TextPiece(rest, self._state.inside)] if rest else []
 
     def thinking(self) -> str:
         """The text of the thinking block without its marks."""
@@ -218,22 +209,22 @@ class Answer:
         rest = self._text.decode(self._tokens[self._thinking :])
         return rest.lstrip("\n") if self._thinking else rest
 
-    def _one(self, token: int) -> Iterator[Piece]:
+    def _one(self, token: int) -> Iterator[TextPiece]:
         self._tokens.append(token)
         if token in (self._text.think, self._text.end_think):
             yield from self.end()  # a mark is its own piece, even after an incomplete character
         inside = self._state.feed(token)
         if inside:
             self._thinking = len(self._tokens)
-        yield Piece(self._stream.feed((token,)), inside)
+        yield TextPiece(self._stream.feed((token,)), inside)
 
 
-def open_at_end(text: Text, prompt: Sequence[int]) -> bool:
+def open_at_end(text: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the answer to this prompt begins inside the thinking block."""
     return Thinking(text.marks, prompt).inside
 
 
-def _add_missing(tokenizer: Tokenizer, directory: Path) -> frozenset[int]:
+def _add_missing(tokenizer: HfTokenizer, directory: Path) -> frozenset[int]:
     """Add the tokens that only tokenizer_config.json lists; return every special id."""
     added = files.added_tokens(directory)
     for token in added:

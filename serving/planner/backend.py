@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.protocol import messages
 
-Stop = Literal["cancelled", "preempted", "deadline"]
+StopReason = Literal["cancelled", "preempted", "deadline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class BackendInfo:
     """The description of a backend for `hello`."""
 
     model: str
@@ -53,7 +53,7 @@ class About:
     features: tuple[str, ...]
 
 
-class Run(Protocol):
+class PlanRun(Protocol):
     """One request while it runs."""
 
     @property
@@ -74,7 +74,7 @@ class Run(Protocol):
         """
         ...
 
-    def result(self, stop: Stop | None) -> messages.Result:
+    def result(self, stop: StopReason | None) -> messages.Result:
         """End the run and return its result; `stop` says why it was ended early, if it was."""
         ...
 
@@ -87,12 +87,12 @@ class Backend(Protocol):
     """Prepares requests on any thread; runs them one at a time on one thread."""
 
     @property
-    def about(self) -> About:
+    def about(self) -> BackendInfo:
         """Its description for `hello`."""
         ...
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> LatencyModel:
         """The measured speed of its steps."""
         ...
 
@@ -112,7 +112,7 @@ class Backend(Protocol):
         """
         ...
 
-    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+    def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         """Begin a request.
 
         Raises:
@@ -168,8 +168,8 @@ class Backend(Protocol):
 
 
 def drive(
-    run: Run,
-    stopped: Callable[[], Stop | None],
+    run: PlanRun,
+    stopped: Callable[[], StopReason | None],
     emit: Callable[[messages.Chunk], None],
     stepped: Callable[[messages.Phase], None] = lambda phase: None,
 ) -> messages.Result:

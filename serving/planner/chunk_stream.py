@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
+from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.serving.planner.partial_json import StepStream
 from thor_dflash.serving.protocol import messages
 
 MARKS = ("<think>", "</think>")
 
 
-class Piece(Protocol):
-    """A piece of output text, either all thinking or all answer."""
-
-    @property
-    def text(self) -> str:
-        """The text."""
-        ...
-
-    @property
-    def thinking(self) -> bool:
-        """Whether it is inside the thinking block."""
-        ...
-
-
-class Speech:
+class ChunkWriter:
     """Turns pieces of an answer into the requested chunks; does no work if none are requested."""
 
     def __init__(self, stream: bool | messages.Stream) -> None:
@@ -41,7 +27,7 @@ class Speech:
             return []
         return [messages.Chunk(kind="progress", phase="prefill", tokens=tokens)]
 
-    def cycle(self, pieces: Iterable[Piece], tokens: int) -> list[messages.Chunk]:
+    def cycle(self, pieces: Iterable[TextPiece], tokens: int) -> list[messages.Chunk]:
         """Return the chunks for the pieces of one cycle; `tokens` is the total committed so far."""
         if not (self._text or self._progress or self._steps):
             return []
@@ -52,7 +38,7 @@ class Speech:
             chunks.append(messages.Chunk(kind="progress", phase=phase, tokens=tokens))
         return chunks
 
-    def _say(self, piece: Piece) -> list[messages.Chunk]:
+    def _say(self, piece: TextPiece) -> list[messages.Chunk]:
         text = "" if piece.thinking and piece.text in MARKS else piece.text
         if not self._begun[piece.thinking]:
             # As in the result: drop the blank lines that the chat template puts before the

@@ -24,7 +24,7 @@ MARGIN = 1.25
 
 
 @dataclass(slots=True)
-class Rates:
+class LatencyModel:
     """Recent measurements. Written by the engine thread, read by all threads without a lock: each
     field is read and written as one value.
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.strict_records import show
+from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.serving.planner import result as outcome
-from thor_dflash.serving.planner.backend import About, Prepared, Run, Stop
-from thor_dflash.serving.planner.chunk_stream import Speech
-from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, StopReason
+from thor_dflash.serving.planner.chunk_stream import ChunkWriter
+from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.protocol import messages, validation
 
 if TYPE_CHECKING:
-    from thor_dflash.serving.planner.prefix_store import Shelf
+    from thor_dflash.serving.planner.prefix_store import PrefixStore
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
 PLAN = (
@@ -71,17 +71,11 @@ def _checker(schema: Mapping[str, Any]) -> Checker:
     return checker
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    text: str
-    thinking: bool
-
-
 class MockBackend:
     """See backend.Backend."""
 
     def __init__(
-        self, config: ServeConfig, cycle_s: float = 0.0, shelf: Shelf | None = None
+        self, config: ServeConfig, cycle_s: float = 0.0, shelf: PrefixStore | None = None
     ) -> None:
         """Hold the lock of the shelf, if there is one, as a real backend does; store nothing."""
         self.config = config
@@ -89,15 +83,17 @@ class MockBackend:
         self.cycle_s = cycle_s
         """Time of a step, s."""
         ms = 1e3 * cycle_s
-        self._rates = Rates(cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms}, worst_step_ms=ms)
+        self._rates = LatencyModel(
+            cycle_ms=ms, step_sizes=(CHUNK,), step_ms={CHUNK: ms}, worst_step_ms=ms
+        )
         self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
         self._rates.answer_tokens = len(words(PLAN))
         self._prefixes: dict[str, dict[str, Any]] = {}
 
     @property
-    def about(self) -> About:
+    def about(self) -> BackendInfo:
         """See Backend."""
-        return About(
+        return BackendInfo(
             model="mock",
             engine="mock",
             quantisation={},
@@ -120,7 +116,7 @@ class MockBackend:
         )
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> LatencyModel:
         """See Backend."""
         return self._rates
 
@@ -150,10 +146,10 @@ class MockBackend:
             min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
         )
 
-    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+    def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         """See Backend."""
         self._check_prefix(prepared.ask.prefix_id)
-        return MockRun(prepared, self._rates, self.cycle_s)
+        return MockPlanRun(prepared, self._rates, self.cycle_s)
 
     def _check_prefix(self, name: str | None) -> None:
         if name is not None and name not in self._prefixes:
@@ -208,20 +204,20 @@ class MockBackend:
             self._shelf.close()
 
 
-class MockRun:
+class MockPlanRun:
     """See backend.Run."""
 
-    def __init__(self, prepared: Prepared, rates: Rates, cycle_s: float) -> None:
+    def __init__(self, prepared: Prepared, rates: LatencyModel, cycle_s: float) -> None:
         thought = words(THINKING)[: prepared.budget]
         answer = words(PLAN)
         self._prepared = prepared
         self._rates = rates
         self._cycle_s = cycle_s
-        self._script = [_Piece(w, thinking=True) for w in thought]
-        self._script += [_Piece(w, thinking=False) for w in answer[: prepared.max_tokens]]
+        self._script = [TextPiece(w, thinking=True) for w in thought]
+        self._script += [TextPiece(w, thinking=False) for w in answer[: prepared.max_tokens]]
         self._cut = len(answer) > prepared.max_tokens
         self._thought = len(thought)
-        self._speech = Speech(prepared.ask.stream)
+        self._speech = ChunkWriter(prepared.ask.stream)
         self._prompt_done = prepared.cached
         self._said = 0
         self._start = time.perf_counter()
@@ -255,7 +251,7 @@ class MockRun:
         self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
         return self._speech.cycle(pieces, self._said)
 
-    def result(self, stop: Stop | None) -> messages.Result:
+    def result(self, stop: StopReason | None) -> messages.Result:
         """See Run."""
         said = self._script[: self._said]
         texts = {

@@ -11,8 +11,8 @@ from typing import Protocol, Self
 from msgspec import structs
 
 from thor_dflash.core.errors import PlanError, ThorError
-from thor_dflash.serving.planner.backend import Backend, Run, Stop
-from thor_dflash.serving.planner.latency_model import TRIAL, Rates
+from thor_dflash.serving.planner.backend import Backend, PlanRun, StopReason
+from thor_dflash.serving.planner.latency_model import TRIAL, LatencyModel
 from thor_dflash.serving.planner.result import asked
 from thor_dflash.serving.protocol import messages, validation
 
@@ -84,7 +84,7 @@ class LocalPlanner:
 
 
 def _events(
-    start: Callable[[], Run], left: Callable[[], float | None], ask: messages.PlanRequest
+    start: Callable[[], PlanRun], left: Callable[[], float | None], ask: messages.PlanRequest
 ) -> Iterator[messages.Event]:
     # Started here, since closing an iterator that was never asked for an event runs none of this.
     run, seq = start(), 0
@@ -114,7 +114,7 @@ def left_of(ask: messages.PlanRequest, arrived: float) -> Callable[[], float | N
 
 
 def admit(
-    min_ms: float, left_ms: float | None, rates: Rates, *, spent_ms: float, free: bool = True
+    min_ms: float, left_ms: float | None, rates: LatencyModel, *, spent_ms: float, free: bool = True
 ) -> None:
     """Refuse at once what cannot be done in time: an early refusal is of more use to a robot.
 
@@ -147,7 +147,7 @@ def final(result: messages.Result, ask: messages.PlanRequest) -> messages.Result
     Raises:
         PlanError: cancelled, preempted, or past the deadline with on_deadline "error".
     """
-    why: Stop
+    why: StopReason
     if result.finish_reason == "cancelled" or result.finish_reason == "preempted":
         why = result.finish_reason
     elif result.finish_reason == "deadline" and ask.on_deadline == "error":
@@ -157,7 +157,7 @@ def final(result: messages.Result, ask: messages.PlanRequest) -> messages.Result
     raise stopped(why)
 
 
-def stopped(why: Stop) -> PlanError:
+def stopped(why: StopReason) -> PlanError:
     """Return the error that reports an early end."""
     words = {
         "cancelled": "the plan was cancelled",

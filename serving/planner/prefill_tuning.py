@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
 REPEATS = 3
 """Measured steps per size, after one warm-up step."""
 
 
 def choose_chunk(
-    model: Model,
+    model: ModelRunner,
     sizes: Iterable[int],
     limit_ms: float,
     log: Callable[[str], None],
-    measure: Callable[[Model, int, int], float] | None = None,
+    measure: Callable[[ModelRunner, int, int], float] | None = None,
     idle_ms: float = 0.0,
 ) -> float:
     """Set `model.chunk` to the largest of `sizes` whose step takes at most `limit_ms`, or else to
@@ -41,7 +41,7 @@ def choose_chunk(
     return took
 
 
-def step_ms(model: Model, rows: int, start: int) -> float:
+def step_ms(model: ModelRunner, rows: int, start: int) -> float:
     """Measure the time of a prefill step of `rows` rows after `start` others, ms. The content of
     those does not affect the time, so they are not filled.
     """

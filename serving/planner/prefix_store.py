@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.core.errors import ConfigError, PackageError, RequestError
-from thor_dflash.runtime.session.prefix_cache import Prefix, Prefixes
+from thor_dflash.runtime.session.prefix_cache import Prefix, PrefixCache
 
 ENDING = ".prefix"
 
 
-class Shelf:
+class PrefixStore:
     """The directory. Only `has` may be called while another thread uses it."""
 
     def __init__(self, directory: Path) -> None:
@@ -57,7 +57,7 @@ class Shelf:
         kept = self._files.get(prefix.name)
         return kept is not None and kept.tokens == prefix.tokens
 
-    def load(self, prefixes: Prefixes) -> list[str]:
+    def load(self, prefixes: PrefixCache) -> list[str]:
         """Load every file. Unusable files stay in place; returns a line for each of them."""
         problems: list[str] = []
         # Files named by a hash, as this server writes them, come last: of several files of one
@@ -77,7 +77,7 @@ class Shelf:
         # The name of a file may be no UTF-8, which no answer to a client can hold.
         return [line.encode(errors="backslashreplace").decode() for line in problems]
 
-    def keep(self, prefixes: Prefixes, name: str) -> None:
+    def keep(self, prefixes: PrefixCache, name: str) -> None:
         """Write the file of a held prefix, replacing its old files. If that fails, an old file with
         another text is removed, which would otherwise be loaded at the next start.
 

@@ -15,18 +15,18 @@ from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, Request
 from thor_dflash.core.strict_records import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
-from thor_dflash.runtime.measure.power import find
+from thor_dflash.runtime.measure.power import find_sensors
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
-from thor_dflash.runtime.text.tokenizer import Text, open_at_end
+from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import startup_checks
-from thor_dflash.serving.planner.backend import About, Prepared, Run
-from thor_dflash.serving.planner.latency_model import Rates
-from thor_dflash.serving.planner.power_meter import Meter
+from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
+from thor_dflash.serving.planner.latency_model import LatencyModel
+from thor_dflash.serving.planner.power_meter import PowerMeter
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
-from thor_dflash.serving.planner.prefix_store import Shelf
+from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.schema_validator import Checker
-from thor_dflash.serving.planner.session_run import LiveRun
+from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol import validation
 
@@ -42,7 +42,7 @@ or for all of its budget."""
 FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget")
 
 
-class LiveBackend:
+class SessionBackend:
     """A package loaded on an engine."""
 
     def __init__(
@@ -50,7 +50,7 @@ class LiveBackend:
         session: Session,
         config: ServeConfig,
         log: Callable[[str], None] = print,
-        shelf: Shelf | None = None,
+        shelf: PrefixStore | None = None,
     ) -> None:
         """Take over a session and, if prefixes can be persisted, the shelf that stores them.
 
@@ -58,37 +58,37 @@ class LiveBackend:
             RequestError: the package has no tokenizer.
         """
         assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
-        if session.text is None:
+        if session.tokenizer is None:
             raise RequestError("a package to serve must have a tokenizer.json (got one without)")
         self.session = session
-        self.text: Text = session.text
+        self.tokenizer: Tokenizer = session.tokenizer
         self.config = config
         self._log = log
         self._shelf = shelf
         self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
-        self._rates = Rates(step_sizes=session.model.step_sizes)
+        self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
-        self._closing = len(self.text.encode(self._close))
+        self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
-        self._meter = Meter(find(), log)
+        self._meter = PowerMeter(find_sensors(), log)
         self._about = self._described()
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> LatencyModel:
         """See Backend."""
         return self._rates
 
     @property
-    def about(self) -> About:
+    def about(self) -> BackendInfo:
         """See Backend."""
         return self._about
 
-    def _described(self) -> About:
+    def _described(self) -> BackendInfo:
         m = self.session.manifest
         tokenizer = m.files.get("tokenizer.json")
-        return About(
+        return BackendInfo(
             model=m.model,
             engine=m.engine,
             quantisation={
@@ -122,7 +122,7 @@ class LiveBackend:
         drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
         plain = self._decode(replace(drafted, drafter="none"))
         for _ in range(2):
-            self._rates = Rates(step_sizes=model.step_sizes, worst_step_ms=worst)
+            self._rates = LatencyModel(step_sizes=model.step_sizes, worst_step_ms=worst)
             for ms, rows in usual:
                 self._rates.step(ms, rows)
             if self._decode(drafted) != plain:
@@ -143,8 +143,8 @@ class LiveBackend:
                 self._log(f"a persisted prefix is left out: {line}")
 
     def _self_test(self) -> tuple[int, ...]:
-        text = self.text.render([{"role": "user", "content": SELF_TEST}], True)
-        prompt = tuple(self.text.encode(text))
+        text = self.tokenizer.render([{"role": "user", "content": SELF_TEST}], True)
+        prompt = tuple(self.tokenizer.encode(text))
         startup_checks.check_self_test(self.session.model, len(prompt), SELF_ANSWER)
         return prompt
 
@@ -219,7 +219,7 @@ class LiveBackend:
     def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
         try:
             grammar = self.session.grammar(schema)
-            object_allowed = grammar.takes(self.text.encode("{"))
+            object_allowed = grammar.takes(self.tokenizer.encode("{"))
         except CompilerBusy as e:
             wait_ms = 1e3 * COMPILE_S
             text = validation.told(e)
@@ -246,19 +246,19 @@ class LiveBackend:
     def _opened(self, messages: list[object], budget: int) -> tuple[tuple[int, ...], int]:
         """Return a prompt and the tokens of the message that closes its thinking, 0 without."""
         prompt = self._prompt(messages, thinking=budget > 0)
-        return prompt, self._closing if budget > 0 and open_at_end(self.text, prompt) else 0
+        return prompt, self._closing if budget > 0 and open_at_end(self.tokenizer, prompt) else 0
 
     def _prompt(
         self, messages: list[object], *, thinking: bool, field: str = "prompt"
     ) -> tuple[int, ...]:
         limit = self.session.model.limit
         try:
-            text = self.text.render(messages, thinking)
+            text = self.tokenizer.render(messages, thinking)
             # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
-            if len(text) > limit and (least := self.text.least(text)) > limit:
+            if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
                 rule = f"{field} must be <= {limit} tokens (got {least} or more)"
                 raise PlanError("prompt_too_long", rule, field=field)
-            return tuple(self.text.encode(text))
+            return tuple(self.tokenizer.encode(text))
         except RequestError as e:
             raise PlanError("bad_request", validation.told(e), field="messages") from e
 
@@ -272,7 +272,7 @@ class LiveBackend:
             raise PlanError("bad_request", text, field="prefix_id")
         return self.session.prefixes.find(prompt)
 
-    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+    def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         """See Backend."""
         budget = prepared.budget
         if left_ms is not None:
@@ -283,7 +283,9 @@ class LiveBackend:
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
         watch = self._meter.watch()
-        return LiveRun(self.session, self.text, self._rates, prepared, chunks, watch, self._idle_s)
+        return SessionRun(
+            self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s
+        )
 
     def _request(self, prepared: Prepared, budget: int) -> Request:
         reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)

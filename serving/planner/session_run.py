@@ -8,28 +8,29 @@ from typing import cast
 
 import msgspec
 
-from thor_dflash.runtime.decoding.block import Finish
-from thor_dflash.runtime.measure.power import Watch
-from thor_dflash.runtime.session import Chunk, Report, Session
-from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
+from thor_dflash.runtime.decoding.block import DecodeFinish
+from thor_dflash.runtime.measure.power import PowerSampler
+from thor_dflash.runtime.session import RequestReport, Session, TokenChunk
+from thor_dflash.runtime.text.thinking import TextPiece
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 from thor_dflash.serving.planner import result as outcome
-from thor_dflash.serving.planner.backend import Prepared, Stop
-from thor_dflash.serving.planner.chunk_stream import Speech
-from thor_dflash.serving.planner.latency_model import Rates
+from thor_dflash.serving.planner.backend import Prepared, StopReason
+from thor_dflash.serving.planner.chunk_stream import ChunkWriter
+from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.protocol import messages
 
 
-class LiveRun:
+class SessionRun:
     """See backend.Run."""
 
     def __init__(
         self,
         session: Session,
-        text: Text,
-        rates: Rates,
+        text: Tokenizer,
+        rates: LatencyModel,
         prepared: Prepared,
-        chunks: Iterator[Chunk],
-        watch: Watch,
+        chunks: Iterator[TokenChunk],
+        watch: PowerSampler,
         yield_s: float = 0.0,
     ) -> None:
         self._session = session
@@ -39,7 +40,7 @@ class LiveRun:
         self._yield_s = yield_s
         self._phase: messages.Phase = "prefill"
         self._answer = Answer(text, prepared.prompt)
-        self._speech = Speech(prepared.ask.stream)
+        self._speech = ChunkWriter(prepared.ask.stream)
         self._tokens: list[int] = []
         self._finish: messages.Finish | None = None
         self._begun = False
@@ -83,8 +84,8 @@ class LiveRun:
     def _answered(self) -> int:
         return len(self._tokens) - self._answer.thinking_tokens
 
-    def _take(self, tokens: Sequence[int]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _take(self, tokens: Sequence[int]) -> list[TextPiece]:
+        pieces: list[TextPiece] = []
         for token in tokens:
             self._tokens.append(token)
             pieces += self._answer.feed((token,))
@@ -95,7 +96,7 @@ class LiveRun:
                 break
         return pieces
 
-    def _named(self, finish: Finish) -> messages.Finish:
+    def _named(self, finish: DecodeFinish) -> messages.Finish:
         if finish == "stop" or finish == "grammar_dead_end":
             return finish
         return "length" if self._answered or not self._prepared.thinks else "thinking_exhausted"
@@ -103,7 +104,7 @@ class LiveRun:
     def _end(self, finish: messages.Finish) -> None:
         self._finish = finish
 
-    def result(self, stop: Stop | None) -> messages.Result:
+    def result(self, stop: StopReason | None) -> messages.Result:
         """See Run."""
         self.close()
         report = self._report()
@@ -128,11 +129,11 @@ class LiveRun:
         )
         return outcome.result(self._prepared, decoded)
 
-    def _report(self) -> Report | None:
+    def _report(self) -> RequestReport | None:
         # Before the first step, the session's report is still that of the previous request.
         return self._session.report() if self._begun else None
 
-    def _timings(self, report: Report | None, now: float) -> messages.Timings:
+    def _timings(self, report: RequestReport | None, now: float) -> messages.Timings:
         e2e = 1e3 * (now - self._start)
         if report is None:
             return messages.Timings(e2e_ms=e2e, grammar_ms=self._prepared.grammar_ms)
@@ -155,7 +156,7 @@ class LiveRun:
         return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
 
     @staticmethod
-    def _spec(report: Report | None) -> messages.Spec | None:
+    def _spec(report: RequestReport | None) -> messages.Spec | None:
         # Copied to the wire's own type, field by field: clients do not have the runtime's types.
         return (
             None
@@ -165,5 +166,5 @@ class LiveRun:
 
     def close(self) -> None:
         """See Run."""
-        cast("Generator[Chunk]", self._chunks).close()
+        cast("Generator[TokenChunk]", self._chunks).close()
         self._watch.stop()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
 
-def check_self_test(model: Model, prompt: int, answer: int) -> None:
+def check_self_test(model: ModelRunner, prompt: int, answer: int) -> None:
     """Refuse a context without room for the self-test; sizes in tokens.
 
     Raises:
@@ -20,7 +20,7 @@ def check_self_test(model: Model, prompt: int, answer: int) -> None:
         )
 
 
-def check_answer(max_tokens: int, model: Model, prompt: int, closing: int) -> None:
+def check_answer(max_tokens: int, model: ModelRunner, prompt: int, closing: int) -> None:
     """Refuse a default length of answers for which a plan that takes all defaults has no room.
     `prompt` is that of the shortest plan, `closing` the message that closes its thinking, 0 without
     thinking; in tokens.

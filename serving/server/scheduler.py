@@ -15,7 +15,7 @@ from typing import Literal
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.strict_records import show
-from thor_dflash.serving.planner.backend import Prepared, Stop
+from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec
 
@@ -70,7 +70,7 @@ class Job:
     """keeping: the prefix is pinned, and the keeper thread writes or removes its file; the job can
     no longer be stopped."""
     prepared: Prepared | None = None
-    stop: Stop | None = None
+    stop: StopReason | None = None
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
     seq: int = 0
     """Number of chunks sent."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorError
-from thor_dflash.serving.planner.backend import Backend, Prepared, Stop, drive
+from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, drive
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.scheduler import Job, Peer
@@ -312,7 +312,7 @@ def _run(
     assert job.prepared is not None
     queue_ms = 1e3 * (time.monotonic() - job.arrived)
 
-    def stopped() -> Stop | None:
+    def stopped() -> StopReason | None:
         pulse.beat(busy=True)
         if job.stop is None and job.deadline is not None and time.monotonic() >= job.deadline:
             return "deadline"

@@ -24,7 +24,7 @@ class Gone(io.StringIO):
 class Session:
     """Stands in for a session: every answer is one token."""
 
-    text = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
+    tokenizer = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
 
     def generate(self, *asked: object) -> Any:
         return iter([SimpleNamespace(tokens=(1,))])
@@ -75,7 +75,7 @@ def introduced(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO) -> None:
         raise EOFError
 
     monkeypatch.setattr(demo, "build", lambda *a: MANIFEST)
-    monkeypatch.setattr(demo, "open_session", lambda *a: SimpleNamespace(text=1, close=bool))
+    monkeypatch.setattr(demo, "open_session", lambda *a: SimpleNamespace(tokenizer=1, close=bool))
     monkeypatch.setattr(demo, "_introduce", introduce)
     monkeypatch.setattr("sys.stdout", stdout)
     demo.run(demo.Config(), Lines(io.StringIO()))

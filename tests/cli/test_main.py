@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from support.samples import MANIFEST
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import build as build_verb
@@ -28,17 +29,17 @@ from thor_dflash.config.tree import (
     RelaxedConfig,
 )
 from thor_dflash.core.errors import ModelFault, RequestError
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer whose ids are the 256 bytes, the two thinking marks and one stop token."""
     directory = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
+    tokenizer = HfTokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(w, normalized=False) for w in ("<think>", "</think>")])
@@ -47,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     (directory / "chat_template.jinja").write_text(
         "{{ messages[0].content }}|{{ '<think>' if enable_thinking else '' }}"
     )
-    return Text.load(directory)
+    return Tokenizer.load(directory)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Session:
     raised after the answer's last token.
     """
 
-    text: Text | None
+    tokenizer: Tokenizer | None
     said: str = "think</think>\n\nhé<|im_end|>"
     manifest: Any = MANIFEST
     model: Any = field(default_factory=lambda: SimpleNamespace(limit=100))
@@ -105,7 +106,7 @@ class Session:
 
     def generate(self, request: Request) -> Iterator[Chunk]:
         self.requests.append(request)
-        tokens = self.text.encode(self.said) if self.text else [5, 6, 7]
+        tokens = self.tokenizer.encode(self.said) if self.tokenizer else [5, 6, 7]
         for i, token in enumerate(tokens):
             yield Chunk((token,), "stop" if i + 1 == len(tokens) and not self.fault else "")
         if self.fault:
@@ -119,7 +120,7 @@ class Session:
 
 
 @pytest.fixture
-def session(text: Text, monkeypatch: pytest.MonkeyPatch) -> Session:
+def session(text: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A stand-in that `open_session` returns, so that no model is needed."""
     it = Session(text)
     install(monkeypatch, "runtime.session", open_session=lambda *a: it, Request=Request)
@@ -162,8 +163,8 @@ def test_plain_output_is_the_text(
     assert "tokens in" in err
     assert "3 cycles of 2.50 tokens, ended by stop" in err
     request = session.requests[0]
-    assert session.text
-    assert request.prompt == tuple(session.text.encode("hi|<think>"))
+    assert session.tokenizer
+    assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
     assert (request.max_tokens, request.stop, request.drafter) == (9, {271, 272}, "dflash")
     assert session.closed
     monkeypatch.setattr(sys, "stderr", Full())
@@ -179,8 +180,8 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     got = json.loads(out)
     keys = ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
     assert list(got) == [*keys, "phases", "close_kind", "notes"]
-    assert session.text
-    assert got["tokens"] == session.text.encode(session.said)
+    assert session.tokenizer
+    assert got["tokens"] == session.tokenizer.encode(session.said)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
     assert got["usage"] == {"prompt_tokens": 4, "thinking_tokens": 6, "output_tokens": 12}
     assert got["spec"] == dataclasses.asdict(Spec())
@@ -201,8 +202,8 @@ def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "m.json"
     path.write_text('[{"role": "user", "content": "yo"}]')
     assert generate("--messages", str(path)) == 0
-    assert session.text
-    assert session.requests[0].prompt == tuple(session.text.encode("yo|<think>"))
+    assert session.tokenizer
+    assert session.requests[0].prompt == tuple(session.tokenizer.encode("yo|<think>"))
     capsys.readouterr()
     path.write_text('[{"role": "user"}]')
     assert generate("--messages", str(path)) == 2
@@ -212,7 +213,7 @@ def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_without_a_tokenizer_only_ids(
     session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session.text, session.manifest = None, replace(MANIFEST, drafter=None)
+    session.tokenizer, session.manifest = None, replace(MANIFEST, drafter=None)
     assert generate("--prompt", "hi") == 2
     assert (
         line(capsys) == "the prompt must be given as --tokens (got a package without a tokenizer)\n"

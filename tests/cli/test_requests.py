@@ -26,7 +26,7 @@ def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Requ
         encode=lambda text: [ord(letter) for letter in text],
     )
     session: Any = SimpleNamespace(
-        manifest=MANIFEST, text=text, model=SimpleNamespace(limit=100, capacity=116)
+        manifest=MANIFEST, tokenizer=text, model=SimpleNamespace(limit=100, capacity=116)
     )
     question = Question(messages, None if messages else (1, 2))
     return question.request(session, load(None, overrides), Silent())
@@ -76,7 +76,7 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
         encode=lambda text: [1] * limit,
     )
     model = SimpleNamespace(limit=limit, capacity=limit + 16)
-    session: Any = SimpleNamespace(text=text, model=model, manifest=MANIFEST)
+    session: Any = SimpleNamespace(tokenizer=text, model=model, manifest=MANIFEST)
     question = Question([{"role": "user", "content": "x"}], None)
     assert question.request(session, load(None, ()), Silent()).prompt == (1,) * limit
     least += 1

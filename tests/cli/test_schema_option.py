@@ -10,7 +10,7 @@ import pytest
 from support.constrained_model import PLAN, SMALL, asked, constrained, package, session
 
 from thor_dflash.cli import main
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 
 PROMPT = ("--prompt", "Pick the mug.", "--thinking", "off", "-s", "engine.threads=1")
 SAY = {"say": {"type": "string"}}
@@ -32,7 +32,7 @@ def run(
 def test_the_answer_is_that_of_a_request_with_the_grammar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    truth = constrained(asked(False), Dflash(), session().grammar(PLAN))
+    truth = constrained(asked(False), DflashDrafter(), session().grammar(PLAN))
     assert run(tmp_path, "generate", PLAN, "--json", "--max-tokens", "300") == 0
     out, err = capsys.readouterr()
     found = json.loads(out)

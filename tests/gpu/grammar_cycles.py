@@ -27,20 +27,20 @@ sys.path[:0] = [str(ROOT)]
 from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
 from thor_dflash.cli.commands.bench import hollow, variants
 from thor_dflash.config.tree import Config
-from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import DecodeProgress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Policy, Progress
-from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.measure.bench_report import CONTEXT
 from thor_dflash.runtime.measure.profile import HOST, PROMPT
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.serving.planner.plan_schema import from_skills
 
 WARM, RUNS = 3, 15
@@ -55,16 +55,16 @@ class Told:
 
     answer: list[int]
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         at = len(progress.tokens)
         return block.forcing(self.answer[at : at + block.cap], "told")
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """See Policy."""
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         """See Policy."""
 
 
@@ -91,23 +91,23 @@ def opened(shape: str, reporter: Reporter) -> Iterator[Session]:
         made = hollow(shape, Path(name), replace(variant, build=build))
         with reporter.task("filling the vocabulary"):
             tokens = filled(ROOT / "models/planner-nano/target", made.target.vocab, Path(words))
-            text = Text.load(tokens)
+            text = Tokenizer.load(tokens)
         made = replace(made, stop_tokens=files.stop_tokens(tokens), tokenizer=True)
         fill = RandomWeights(Path(name), variant.engine.cubins_directory)
         with closing(CudaEngine(Path(name), variant.engine, reporter, fill)) as engine:
-            yield Session(Model(engine, made, made.capacity, made.block), text)
+            yield Session(ModelRunner(engine, made, made.capacity, made.block), text)
 
 
 def show(session: Session) -> None:
     """Print the table."""
-    assert session.text is not None
+    assert session.tokenizer is not None
     begin = time.perf_counter()
     grammar = session.grammar(from_skills(SKILLS, {"object": OBJECTS}, numbered=True))
     print(
         f"{session.model.engine.device}; a schema of {len(grammar.schema)} bytes compiled in "
         f"{grammar.compile_ms:.0f} ms, {time.perf_counter() - begin:.2f} s with its vocabulary"
     )
-    answer = plan(session.text)
+    answer = plan(session.tokenizer)
     print(f"{len(answer)} ids after a prompt of {CONTEXT}; medians of {RUNS} answers, ms per cycle")
     prompt = np.random.default_rng(0).integers(FIRST, LAST, CONTEXT).tolist()
     request = Request(
@@ -116,7 +116,7 @@ def show(session: Session) -> None:
         stop=frozenset(session.manifest.stop_tokens),
         grammar=grammar,
     )
-    for name, proposer in (("drafter", Dflash()), ("no drafter", Nobody())):
+    for name, proposer in (("drafter", DflashDrafter()), ("no drafter", NoDrafter())):
         row(session, request, proposer, answer, f"{name}, schema")
         row(session, replace(request, grammar=None), proposer, answer, f"{name}, no schema")
 

@@ -22,7 +22,7 @@ from support.planner_nano import package, request
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import open_session
 
 
@@ -38,7 +38,7 @@ def main() -> int:
         out = package(Path(folder) / "nano", engine="cuda", saves=args.saves, chunk=0)
         with closing(open_session(out, config, Silent())) as session:
             asked = request(session, 0, args.tokens)
-            answer = [t for chunk in session.run(asked, Dflash()) for t in chunk.tokens]
+            answer = [t for chunk in session.run(asked, DflashDrafter()) for t in chunk.tokens]
             drafted = session.report().spec.drafted
             model = session.model
             for rows in model.step_sizes:

@@ -20,7 +20,7 @@ from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import OutOfMemory
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.protocol import Tensor
 from thor_dflash.runtime.measure.score import score
@@ -51,10 +51,10 @@ def test_any_drafter_gives_the_plain_answer_on_every_held_out_prompt(session: Se
     lengths: list[float] = []
     for index in range(len(tasks())):
         asked = request(session, index)
-        truth = answer(session, asked, Nobody())
+        truth = answer(session, asked, NoDrafter())
         rng = np.random.default_rng(index)
         random = drafts(lambda n, rng=rng: [int(t) for t in rng.integers(0, 1280, 15)])  # type: ignore[misc]
-        for proposer in (DEAD, random, oracle(truth), erring(truth, 0.2, index), Dflash()):
+        for proposer in (DEAD, random, oracle(truth), erring(truth, 0.2, index), DflashDrafter()):
             assert answer(session, asked, proposer) == truth, (index, proposer)
         spec = session.report().spec  # the real drafter's
         assert spec.drafted > 0
@@ -65,7 +65,7 @@ def test_any_drafter_gives_the_plain_answer_on_every_held_out_prompt(session: Se
 
 def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:
     asked = request(session, 0, 64)
-    truth = answer(session, asked, Nobody())
+    truth = answer(session, asked, NoDrafter())
     answer(session, asked, oracle([*truth, *[0] * 16]))
     assert max(session.report().spec.accept_hist[:15]) <= 1
 
@@ -79,7 +79,7 @@ def test_every_choice_is_nearly_the_best_for_onnx_runtime(
     worst = largest = 0.0
     for index in range(0, len(tasks()), 6):
         asked = request(session, index)
-        tokens = [*asked.prompt, *answer(session, asked, Dflash())]
+        tokens = [*asked.prompt, *answer(session, asked, DflashDrafter())]
         ours = score(session, tokens, False, Silent())["logits"]
         theirs = score(reference, tokens, False, Silent())["logits"]
         scale = np.abs(theirs).max()
@@ -97,7 +97,7 @@ def test_logits_are_as_near_to_float32_as_their_definition(
 ) -> None:
     """Teacher-forced on planner-nano's own answers."""
     asked = [request(session, index) for index in range(0, len(tasks()), 12)]
-    told = [[*a.prompt, *answer(session, a, Dflash())] for a in asked]
+    told = [[*a.prompt, *answer(session, a, DflashDrafter())] for a in asked]
     exact = package(tmp_path / "nano", engine="ort", activations="f32")
     with closing(open_session(exact, EngineConfig(), Silent())) as opened:
         logits = [
@@ -155,12 +155,12 @@ def test_the_laws_hold_with_every_size_of_step(sized: Session, chunk: int) -> No
     for index in range(0, 120, 24):
         prompt = long(sized, index)[: chunk + 2 + 7 * index]
         asked = replace(request(sized, index, 100), prompt=prompt)
-        truth = answer(sized, asked, Nobody())
-        for proposer in (DEAD, erring(truth, 0.3, index), Dflash()):
+        truth = answer(sized, asked, NoDrafter())
+        for proposer in (DEAD, erring(truth, 0.3, index), DflashDrafter()):
             assert answer(sized, asked, proposer) == truth
         state = sized.model.state.snapshot().arrays
         sized.prefixes.put("half", prompt[: chunk + 1])
-        assert answer(sized, asked, Dflash()) == truth
+        assert answer(sized, asked, DflashDrafter()) == truth
         assert sized.report().cached_tokens == chunk
         for name, array in sized.model.state.snapshot().arrays.items():
             assert array.tobytes() == state[name].tobytes(), name
@@ -173,8 +173,8 @@ def test_other_builds_obey_the_laws(tmp_path: Path, option: dict[str, object]) -
     with closing(open_session(out, EngineConfig(), Silent())) as s:
         for index in range(0, 120, 12):
             asked = request(s, index)
-            truth = answer(s, asked, Nobody())
-            for proposer in (DEAD, erring(truth, 0.3, index), Dflash()):
+            truth = answer(s, asked, NoDrafter())
+            for proposer in (DEAD, erring(truth, 0.3, index), DflashDrafter()):
                 assert answer(s, asked, proposer) == truth
 
 
@@ -183,7 +183,7 @@ def test_states_and_records_give_the_same_answers(session: Session, tmp_path: Pa
     with closing(open_session(out, EngineConfig(), Silent())) as s:
         for index in range(0, 120, 10):
             asked = request(s, index)
-            assert answer(s, asked, Dflash()) == answer(session, asked, Dflash())
+            assert answer(s, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
 
 
 def test_eager_launches_and_serial_launches_give_the_same_answers(
@@ -193,27 +193,27 @@ def test_eager_launches_and_serial_launches_give_the_same_answers(
         with closing(open_session(made, config, Silent())) as s:
             for index in range(0, 120, 24):
                 asked = request(s, index)
-                assert answer(s, asked, Dflash()) == answer(session, asked, Dflash())
+                assert answer(s, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
 
 
 def test_a_snapshot_goes_on_like_the_original(session: Session) -> None:
     asked = request(session, 3)
-    truth = answer(session, asked, Dflash())
+    truth = answer(session, asked, DflashDrafter())
     session.prefixes.put("half", asked.prompt[: len(asked.prompt) - 1])
-    assert answer(session, asked, Dflash()) == truth
+    assert answer(session, asked, DflashDrafter()) == truth
     assert session.report().cached_tokens > 0
     session.prefixes.drop("half")
 
 
 def test_a_dropped_request_leaves_nothing_behind(session: Session) -> None:
     asked = request(session, 5)
-    truth = answer(session, asked, Dflash())
+    truth = answer(session, asked, DflashDrafter())
     for steps in (1, 2, 5):
-        chunks = session.run(request(session, 7), Dflash())
+        chunks = session.run(request(session, 7), DflashDrafter())
         for _ in range(steps):
             next(chunks)
         chunks.close()  # type: ignore[attr-defined]
-        assert answer(session, asked, Dflash()) == truth
+        assert answer(session, asked, DflashDrafter()) == truth
 
 
 def test_a_record_handed_over_is_the_one_on_the_device(
@@ -236,7 +236,7 @@ def test_a_record_handed_over_is_the_one_on_the_device(
 
     monkeypatch.setattr(engine, "read", both)
     for index in range(0, len(tasks()), 4):
-        answer(session, request(session, index), Dflash())
+        answer(session, request(session, index), DflashDrafter())
     assert handed > 100
 
 
@@ -246,11 +246,11 @@ def test_a_thousand_requests_leak_no_memory_and_change_no_answer(session: Sessio
     rng = np.random.default_rng(0)
     picks = [(int(i), int(n)) for i, n in zip(rng.integers(0, 120, 40), rng.integers(1, 90, 40),
                                               strict=True)]  # fmt: skip
-    alone = {pick: answer(session, request(session, *pick), Dflash()) for pick in picks}
+    alone = {pick: answer(session, request(session, *pick), DflashDrafter()) for pick in picks}
     before = engine.driver.free_memory()
     for n in range(1000):
         pick = picks[int(rng.integers(0, len(picks)))]
-        assert answer(session, request(session, *pick), Dflash()) == alone[pick], n
+        assert answer(session, request(session, *pick), DflashDrafter()) == alone[pick], n
     assert engine.driver.free_memory() == before
 
 
@@ -261,8 +261,8 @@ def test_no_answer_depends_on_memory_that_nothing_wrote(
     with closing(open_session(made, EngineConfig(), Silent())) as other:
         for index in (1, 2, 3):
             asked = request(session, index)
-            assert answer(other, asked, Dflash()) == answer(session, asked, Dflash())
-            tokens = [*asked.prompt, *answer(session, asked, Nobody())]
+            assert answer(other, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
+            tokens = [*asked.prompt, *answer(session, asked, NoDrafter())]
             ours = score(other, tokens, True, Silent())
             for name, value in score(session, tokens, True, Silent()).items():
                 np.testing.assert_array_equal(ours[name], value)
@@ -272,12 +272,12 @@ def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Pa
     with closing(open_session(made, EngineConfig(), Silent())) as other:
         for index in (1, 2, 3):
             asked = request(session, index, 40)
-            assert answer(other, asked, Dflash()) == answer(session, asked, Dflash())
+            assert answer(other, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
 
 
 def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
     from thor_dflash.builders.synthetic import write_hollow
-    from thor_dflash.runtime.decoding.model_runner import Model
+    from thor_dflash.runtime.decoding.model_runner import ModelRunner
     from thor_dflash.runtime.measure.random_weights import RandomWeights
 
     made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
@@ -287,4 +287,4 @@ def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) ->
         closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
         pytest.raises(OutOfMemory, match=r"must fit .* weights .* cache .* together"),
     ):
-        Model(engine, made, 20_000_000, made.block)
+        ModelRunner(engine, made, 20_000_000, made.block)

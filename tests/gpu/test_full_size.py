@@ -15,7 +15,7 @@ from thor_dflash.builders.synthetic import write_hollow
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
@@ -31,30 +31,30 @@ OTHER = [int(t) for t in RNG.integers(1, 200_000, ROWS)]
 
 
 @contextmanager
-def opened(folder: Path, config: EngineConfig) -> Iterator[Model]:
+def opened(folder: Path, config: EngineConfig) -> Iterator[ModelRunner]:
     built = BuildConfig(engine="cuda", chunk=CHUNK, chunks=(CHUNK,))
     made = write_hollow("qwen3.6-27b", folder, built)
     fill = RandomWeights(folder, config.cubins_directory)
     engine = CudaEngine(folder, config, Silent(), fill)
     try:
-        yield Model(engine, made, CAPACITY, made.block)
+        yield ModelRunner(engine, made, CAPACITY, made.block)
     finally:
         engine.close()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     with opened(tmp_path_factory.mktemp("full"), EngineConfig()) as made:
         yield made
 
 
-def read_prompt(m: Model) -> None:
+def read_prompt(m: ModelRunner) -> None:
     m.state.reset()
     for at in range(0, len(PROMPT), CHUNK):
         m.prefill(PROMPT[at : at + CHUNK], observe=True)
 
 
-def logits(m: Model, tokens: Sequence[int]) -> Array:
+def logits(m: ModelRunner, tokens: Sequence[int]) -> Array:
     """float32 [16, V]: logits of a block that follows what is committed. Commits nothing."""
     m.write_tokens(tokens)
     m.verify()
@@ -65,7 +65,7 @@ def same(got: Array, want: Array) -> None:
     np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
-def test_the_same_block_gives_the_same_bits_every_time(model: Model) -> None:
+def test_the_same_block_gives_the_same_bits_every_time(model: ModelRunner) -> None:
     read_prompt(model)
     first = logits(model, BLOCK)
     assert np.isfinite(first).all()
@@ -77,7 +77,7 @@ def test_the_same_block_gives_the_same_bits_every_time(model: Model) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 15])
-def test_a_row_does_not_depend_on_the_rows_after_it(model: Model, rows: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_after_it(model: ModelRunner, rows: int) -> None:
     read_prompt(model)
     first = logits(model, BLOCK)
     changed = logits(model, [*BLOCK[:rows], *OTHER[rows:]])
@@ -86,7 +86,9 @@ def test_a_row_does_not_depend_on_the_rows_after_it(model: Model, rows: int) -> 
 
 
 @pytest.mark.parametrize("count", [1, 7, 16])
-def test_folding_rows_at_once_or_one_by_one_gives_the_same_bits(model: Model, count: int) -> None:
+def test_folding_rows_at_once_or_one_by_one_gives_the_same_bits(
+    model: ModelRunner, count: int
+) -> None:
     read_prompt(model)
     logits(model, BLOCK)
     model.state.commit(count)
@@ -98,7 +100,7 @@ def test_folding_rows_at_once_or_one_by_one_gives_the_same_bits(model: Model, co
     same(logits(model, OTHER), at_once)
 
 
-def test_a_prompt_read_in_chunks_equals_one_read_in_blocks_to_rounding(model: Model) -> None:
+def test_a_prompt_read_in_chunks_equals_one_read_in_blocks_to_rounding(model: ModelRunner) -> None:
     read_prompt(model)
     chunked = logits(model, BLOCK)
     model.state.reset()
@@ -115,7 +117,7 @@ def test_a_prompt_read_in_chunks_equals_one_read_in_blocks_to_rounding(model: Mo
 @pytest.mark.parametrize("config", [EngineConfig(overlap=False), EngineConfig(graphs=False)],
                          ids=["one after the other", "launched one by one"])  # fmt: skip
 def test_how_kernels_are_launched_changes_no_bit(
-    model: Model, tmp_path: Path, config: EngineConfig
+    model: ModelRunner, tmp_path: Path, config: EngineConfig
 ) -> None:
     read_prompt(model)
     first = logits(model, BLOCK)

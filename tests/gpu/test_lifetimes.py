@@ -16,7 +16,7 @@ from support.planner_nano import package, request
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.cuda import graph_capture as capturing
 from thor_dflash.runtime.engines.cuda.graph_capture import capture
 from thor_dflash.runtime.session import Session, open_session
@@ -37,7 +37,7 @@ def session(made: Path) -> Iterator[Session]:
 
 def abandoned(s: Session) -> Any:
     """A request that was left after its first cycle, whose step may still be going on."""
-    chunks = s.run(request(s, 0, 64), Dflash())
+    chunks = s.run(request(s, 0, 64), DflashDrafter())
     next(chunk for chunk in chunks if chunk.tokens)
     return chunks
 
@@ -64,8 +64,8 @@ def test_a_finaliser_in_a_capture_of_its_own_engine_does_not_disturb_it(
     assert engine._runs.left  # type: ignore[attr-defined]
     engine.run([session.model.call("verify")])  # never run alone before
     assert done
-    plain = answer(session, request(session, 1), Nobody())
-    assert plain == answer(session, request(session, 1), Dflash())
+    plain = answer(session, request(session, 1), NoDrafter())
+    assert plain == answer(session, request(session, 1), DflashDrafter())
 
 
 def test_a_finaliser_of_another_engine_in_a_capture_does_not_disturb_it(
@@ -75,11 +75,11 @@ def test_a_finaliser_of_another_engine_in_a_capture_does_not_disturb_it(
         left = abandoned(other)
         done = in_a_capture(monkeypatch, left.close)
         assert other.model.engine._runs.left  # type: ignore[attr-defined]
-        found = answer(session, request(session, 1), Dflash())
+        found = answer(session, request(session, 1), DflashDrafter())
         assert done
         assert other.report().finish == "cancelled"
         assert other.report().timings.phases_ms["propose+verify+accept+observe"] > 0
-        assert found == answer(other, request(other, 1), Dflash())
+        assert found == answer(other, request(other, 1), DflashDrafter())
 
 
 def test_a_capture_that_fails_leaves_a_stream_that_can_be_used() -> None:

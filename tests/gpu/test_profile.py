@@ -11,7 +11,7 @@ from support.planner_nano import package, request
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.measure.cycle_breakdown import take_apart
 from thor_dflash.runtime.session import open_session
@@ -26,12 +26,12 @@ def test_parts_make_the_cycle_and_leave_the_session_as_it_was(tmp_path: Path) ->
     config = EngineConfig()
     with closing(open_session(made, config, Silent())) as session:
         asked = request(session, 0)
-        before = answer(session, asked, Dflash())
+        before = answer(session, asked, DflashDrafter())
         engine = session.model.engine
         assert isinstance(engine, CudaEngine)
         cubins, length = config.cubins_directory, session.model.state.length
         found = take_apart(engine, session.model, CYCLE, cubins, Silent())
-        assert answer(session, asked, Dflash()) == before
+        assert answer(session, asked, DflashDrafter()) == before
     graphs = {part.graph: part.ms for part in found.parts if not part.name}
     assert tuple(graphs) == CYCLE
     assert found.context == length

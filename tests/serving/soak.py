@@ -30,7 +30,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, open_session
 from thor_dflash.serving.client import Message, Options, PlanRequest, RemotePlanner
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.server.server import serving
 from thor_dflash.serving.server.workers import lower_priority
 
@@ -130,14 +130,14 @@ def overhead(package: str, count: int) -> None:
     the server makes a difference. Which of a pair goes first alternates.
     """
     session = open_session(Path(package), EngineConfig(), Silent())
-    text = session.text
+    text = session.tokenizer
     assert text
     config = ServeConfig(bind=("tcp://127.0.0.1:*",))
     sys.setswitchinterval(SWITCH_S)
     pairs: list[tuple[float, float]] = []
     with (
         ThreadPoolExecutor(1, initializer=lower_priority) as pool,
-        serving(lambda: LiveBackend(session, config), config, log=lambda line: None) as running,
+        serving(lambda: SessionBackend(session, config), config, log=lambda line: None) as running,
         RemotePlanner(running.endpoints[0]) as planner,
     ):
         for number, chat in enumerate([*tasks(2), *tasks(count)]):

@@ -22,7 +22,7 @@ from thor_dflash.runtime.decoding.proposers import Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.serving.planner.plan_schema import from_skills
 
 TOKENIZER = Path(__file__).parents[2] / "models/planner-nano/target"
@@ -71,7 +71,7 @@ def session() -> Session:
     return open_session(package(), EngineConfig(threads=1), Silent())
 
 
-def text() -> Text:
+def text() -> Tokenizer:
     """Returns the session's tokenizer and chat template."""
     found = session().text
     assert found is not None

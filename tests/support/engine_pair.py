@@ -20,7 +20,7 @@ from thor_dflash.plugins import ACCEPT
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import Device
 from thor_dflash.runtime.decoding.block import Block
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda.binding import cuda
 from thor_dflash.runtime.session import Session, open_session
 
@@ -66,9 +66,9 @@ class Pair:
     """The model on both engines, which are given the same work."""
 
     device: Emulated
-    ours: Model
+    ours: ModelRunner
     """On the CUDA engine."""
-    theirs: Model
+    theirs: ModelRunner
     """On ONNX Runtime."""
     last: int = 7
     begun: tuple[Array, Array] | None = None
@@ -76,7 +76,7 @@ class Pair:
     places: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """State -> addresses at which it has lain."""
 
-    def both(self) -> tuple[Model, Model]:
+    def both(self) -> tuple[ModelRunner, ModelRunner]:
         return self.ours, self.theirs
 
     def prefill(self, tokens: list[int]) -> None:
@@ -122,7 +122,7 @@ class Pair:
         assert tokens[: forced + 1] == list(others[: forced + 1])
         regret(np.array([others[i] for i in free], np.int64), logits[forced + 1 :])
 
-    def hold_record(self, model: Model) -> None:
+    def hold_record(self, model: ModelRunner) -> None:
         """The record must equal that of accept's reference for the same inputs."""
         call = model.call("accept")
         inputs = {name: model.engine.read(tensor) for name, tensor in call.inputs.items()}

@@ -25,7 +25,7 @@ from support.planner_nano import package, request
 
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Session, open_session
 
 WARM, CYCLES, RUNS = 10, 500, 7
@@ -33,7 +33,9 @@ WARM, CYCLES, RUNS = 10, 500, 7
 
 def one_run(session: Session, device: Fake) -> float:
     """Run WARM cycles, then CYCLES more; return microseconds per cycle of the latter."""
-    chunks = (c for c in session.run(request(session, 0, WARM + CYCLES), Dflash()) if c.tokens)
+    chunks = (
+        c for c in session.run(request(session, 0, WARM + CYCLES), DflashDrafter()) if c.tokens
+    )
     for _ in range(WARM):
         next(chunks)
     start = time.perf_counter()

@@ -24,8 +24,8 @@ from support.checkpoints import (
 from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.block import Policy, Progress
-from thor_dflash.runtime.decoding.proposers import Guess, Proposer
+from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
+from thor_dflash.runtime.decoding.proposers import CallableDrafter, Proposer
 from thor_dflash.runtime.session import Request, Session, open_session
 
 NARROW = TargetGeometry(
@@ -86,31 +86,31 @@ def answer(
     return [t for c in s.run(request, proposer, policies) for t in c.tokens]
 
 
-def drafts(guess: Callable[[int], Sequence[int]]) -> Guess:
+def drafts(guess: Callable[[int], Sequence[int]]) -> CallableDrafter:
     """Returns a drafter whose drafts depend only on the number of tokens answered so far."""
-    return Guess(lambda progress: guess(len(progress.tokens)))
+    return CallableDrafter(lambda progress: guess(len(progress.tokens)))
 
 
-def oracle(truth: Sequence[int], rows: int = 16) -> Guess:
+def oracle(truth: Sequence[int], rows: int = 16) -> CallableDrafter:
     """Returns a drafter that always drafts the true continuation."""
     return drafts(lambda n: _padded(truth[n : n + rows - 1], rows))
 
 
-def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> Guess:
+def erring(truth: Sequence[int], rate: float, seed: int, rows: int = 16) -> CallableDrafter:
     """Returns a drafter of the true continuation in which each token is wrong with probability
     `rate`.
     """
     rng = np.random.default_rng(seed)
 
-    def guess(progress: Progress) -> Sequence[int]:
+    def guess(progress: DecodeProgress) -> Sequence[int]:
         n = len(progress.tokens)
         right = _padded(truth[n : n + rows - 1], rows)
         return [(t + 1) % 240 if rng.random() < rate else t for t in right]
 
-    return Guess(guess)
+    return CallableDrafter(guess)
 
 
-def hostile(truth: Sequence[int], rows: int = 16) -> Guess:
+def hostile(truth: Sequence[int], rows: int = 16) -> CallableDrafter:
     """Returns a drafter whose first token is always wrong, so that none of a block is accepted; the
     other tokens are the true ones, as far as their ids are below 240.
     """

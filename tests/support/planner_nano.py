@@ -34,7 +34,7 @@ def tasks() -> tuple[Task, ...]:
 
 def request(s: Session, index: int, most: int = 256) -> Request:
     """Returns a held-out task as a request with thinking, for at most `most` tokens."""
-    assert s.text is not None
+    assert s.tokenizer is not None
     messages = [{"role": role, "content": content} for role, content in tasks()[index].messages]
-    prompt = tuple(s.text.encode(s.text.render(messages, thinking=True)))
+    prompt = tuple(s.tokenizer.encode(s.tokenizer.render(messages, thinking=True)))
     return Request(prompt=prompt, max_tokens=most, stop=frozenset(s.manifest.stop_tokens))

@@ -19,7 +19,7 @@ import zmq
 from support.waiting import PATIENCE_S, until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.planner.backend import Backend, Prepared, Run, Stop
+from thor_dflash.serving.planner.backend import Backend, PlanRun, Prepared, StopReason
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.server import Server, serving
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class HeldRun:
     """A run of a mock of which every step waits for a permit."""
 
-    run: Run
+    run: PlanRun
     held: HeldBackend
 
     @property
@@ -50,7 +50,7 @@ class HeldRun:
         self.held.steps += 1
         return self.run.step()
 
-    def result(self, stop: Stop | None) -> messages.Result:
+    def result(self, stop: StopReason | None) -> messages.Result:
         self.held.ended.append(stop)
         return self.run.result(stop)
 
@@ -67,14 +67,14 @@ class HeldBackend:
     waiting: threading.Event = field(default_factory=threading.Event)
     """Set while a run waits for a permit."""
     steps: int = 0
-    ended: list[Stop | None] = field(default_factory=list)
+    ended: list[StopReason | None] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     """Ids of the plans in the order in which they were started."""
 
     def let(self, steps: int = 10_000) -> None:
         self.permits.release(steps)
 
-    def start(self, prepared: Prepared, left_ms: float | None) -> Run:
+    def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         self.started.append(prepared.ask.id)
         return HeldRun(self.mock.start(prepared, left_ms), self)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from support.loop_models import drafts, prompt, session
 
-from thor_dflash.runtime.decoding.block import Limit, Policy, Progress
-from thor_dflash.runtime.decoding.loop import Plan, decode
-from thor_dflash.runtime.decoding.proposers import Guess, Nobody, Proposer
-from thor_dflash.runtime.decoding.telemetry import Meter, Report
+from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
+from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
+from thor_dflash.runtime.decoding.proposers import CallableDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
+from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.text.thinking import Marks
 
@@ -51,19 +52,19 @@ def run(
     proposer: Proposer,
     policies: Sequence[Policy] = (),
     s: Session | None = None,
-) -> tuple[list[int], Report]:
+) -> tuple[list[int], RequestReport]:
     """Answer a request; return the tokens and the telemetry."""
     s = s or thinker()
-    plan = Plan(
+    plan = DecodeRequest(
         prompt=asked.prompt,
         max_tokens=asked.max_tokens,
         stop=asked.stop,
         proposer=proposer,
-        policies=(*policies, Limit(asked.max_tokens)),
+        policies=(*policies, TokenLimit(asked.max_tokens)),
         marks=asked.marks,
     )
-    progress = Progress(plan.prompt, plan.marks)
-    meter = Meter(s.model.block, s.model.engine.busy())
+    progress = DecodeProgress(plan.prompt, plan.marks)
+    meter = RequestMeter(s.model.block, s.model.engine.busy())
     tokens = [t for chunk in decode(s.model, plan, progress, meter) for t in chunk.tokens]
     return tokens, meter.report("", len(progress.tokens), s.model.engine.busy())
 
@@ -71,19 +72,19 @@ def run(
 def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[int]:
     """Returns the next `count` tokens after these by plain decoding without policies."""
     s = s or thinker()
-    plan = Plan(
+    plan = DecodeRequest(
         prompt=tuple(tokens),
         max_tokens=count,
         stop=(),
-        proposer=Nobody(),
-        policies=(Limit(count),),
+        proposer=NoDrafter(),
+        policies=(TokenLimit(count),),
     )
-    meter = Meter(s.model.block, s.model.engine.busy())
-    chunks = decode(s.model, plan, Progress(plan.prompt), meter)
+    meter = RequestMeter(s.model.block, s.model.engine.busy())
+    chunks = decode(s.model, plan, DecodeProgress(plan.prompt), meter)
     return [t for chunk in chunks for t in chunk.tokens]
 
 
-def oracle(truth: Sequence[int]) -> Guess:
+def oracle(truth: Sequence[int]) -> CallableDrafter:
     """Returns a drafter of the true answer, and of token 9 after its end."""
     return drafts(lambda n: [*truth[n : n + 15], *[9] * 15][:15])
 

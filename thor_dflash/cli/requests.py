@@ -45,9 +45,9 @@ class Question:
             return request
         with progress.task("compiling the schema"):
             grammar = session.grammar(self.schema)
-            if session.text is not None:
+            if session.tokenizer is not None:
                 # An object that is too wide is refused here; an answer would end where it begins.
-                grammar.takes(session.text.encode("{"))
+                grammar.takes(session.tokenizer.encode("{"))
             return replace(request, grammar=grammar)
 
 
@@ -158,18 +158,18 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
 
 
 def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
-    if session.text is None:
+    if session.tokenizer is None:
         raise RequestError(
             "the prompt must be given as --tokens (got a package without a tokenizer)"
         )
-    text, limit = session.text.render(messages, thinking), session.model.limit
+    text, limit = session.tokenizer.render(messages, thinking), session.model.limit
     # Do not encode a long text, which may take minutes, if its lower bound is already too long.
-    if len(text) > limit and (least := session.text.least(text)) > limit:
+    if len(text) > limit and (least := session.tokenizer.least(text)) > limit:
         raise RequestError(
             f"the prompt must be <= {limit} tokens, the context of {session.model.capacity} less "
             f"one block (got {least} or more)"
         )
-    return tuple(session.text.encode(text))
+    return tuple(session.tokenizer.encode(text))
 
 
 def _thinks(decode: DecodeConfig) -> bool:

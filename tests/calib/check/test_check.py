@@ -39,7 +39,7 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Step
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins import OPS
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import Session, open_session
@@ -314,7 +314,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest
 def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
     """Compare the CUDA package, on an engine without a device, with the one for ONNX Runtime."""
     package, graphs, made = nano
-    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
     show = Programs(engine)
     with closing(open_session(graphs, THREAD, Silent())) as other:
         tokens = prompt(20, vocab=made.vocab_limit)
@@ -341,7 +341,7 @@ def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(
 ) -> None:
     package, _, made = nano
     engine = Stepping(package)
-    model = Model(engine, manifest.read(package), 512, made.block, (64,))
+    model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
     tokens = prompt(20, vocab=made.vocab_limit)
     alone = compare(Session(model, None), Programs(engine), None, tokens, "all", None, Silent())
     assert alone.right, alone
@@ -370,7 +370,7 @@ def test_a_wrong_step_of_a_program_is_named(
     nano: tuple[Path, Path, Manifest], step: str, port: str
 ) -> None:
     engine = Stepping(nano[0], spoiled(step, port))
-    model = Model(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
+    model = ModelRunner(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
     tokens = prompt(20, vocab=nano[2].vocab_limit)
     wrong = walk(
         Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0, Silent()

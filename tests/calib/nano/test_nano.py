@@ -19,7 +19,7 @@ from thor_dflash.calib.studies.heldout import Result, _phases, accept_length, pl
 from thor_dflash.calib.studies.policies import Ran, _pace, faster, length_of, speed, table, valid
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.telemetry import Part
+from thor_dflash.runtime.decoding.telemetry import PhaseTotals
 from thor_dflash.runtime.session import Session, open_session
 
 TASKS = 36
@@ -100,7 +100,7 @@ def told(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) ->
     return SimpleNamespace(
         timings=SimpleNamespace(e2e_ms=e2e_ms),
         spec=SimpleNamespace(cycles=cycles, accept_len=accept_len),
-        phases={"thinking": Part(committed=thought)},
+        phases={"thinking": PhaseTotals(committed=thought)},
     )
 
 

@@ -15,7 +15,7 @@ from thor_dflash.cli import main
 from thor_dflash.cli.commands.generate import _read, _stream
 from thor_dflash.core import progress
 from thor_dflash.core.progress import ProgressTask, Silent, _Counter
-from thor_dflash.runtime.decoding.loop import Chunk
+from thor_dflash.runtime.decoding.loop import TokenChunk
 from thor_dflash.runtime.text.tokenizer import Answer
 
 
@@ -66,8 +66,8 @@ def test_an_answer_that_is_not_printed_while_it_comes_is_progress(
 
 
 def test_an_empty_answer_to_a_long_prompt_still_gives_its_last_chunk() -> None:
-    last = Chunk((), "stop", prompt_done=96)
-    chunks = [Chunk((), prompt_done=32), Chunk((), prompt_done=64), last]
+    last = TokenChunk((), "stop", prompt_done=96)
+    chunks = [TokenChunk((), prompt_done=32), TokenChunk((), prompt_done=64), last]
     assert list(_read(iter(chunks), 97, Silent())) == [last]
 
 
@@ -78,6 +78,6 @@ def test_an_answer_that_ends_inside_a_character_shows_a_replacement_character(
     half = next(
         token for token in range(constrained_model.VOCAB) if text.bytes_of(token) == b"\xc3"
     )
-    chunks = [Chunk(tuple(text.encode("red"))), Chunk((half,), "length")]
+    chunks = [TokenChunk(tuple(text.encode("red"))), TokenChunk((half,), "length")]
     _stream(iter(chunks), Answer(text, ()), quiet=False)
     assert capsys.readouterr().out == "red\ufffd\n"

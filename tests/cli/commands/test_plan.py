@@ -27,7 +27,7 @@ from thor_dflash.serving.client import Options, PlanError, client
 from thor_dflash.serving.client.retry import PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol.messages import PlanRequest, Result, Spec, Timings, Usage
 
 
@@ -65,8 +65,8 @@ CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user",
 def test_a_chat_may_begin_with_a_pinned_prefix(
     session: Session, house: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(LiveBackend, "close", lambda self: None)  # the session is the fixture's
-    server = house.serve(LiveBackend(session, ServeConfig(max_tokens=4))).endpoints[0]
+    monkeypatch.setattr(SessionBackend, "close", lambda self: None)  # the session is the fixture's
+    server = house.serve(SessionBackend(session, ServeConfig(max_tokens=4))).endpoints[0]
     with client.RemotePlanner(server) as planner:
         planner.put_prefix("arm", CHAT[0]["content"])
     (chat := tmp_path / "chat.json").write_text(json.dumps(CHAT))

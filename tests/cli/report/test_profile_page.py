@@ -13,41 +13,43 @@ from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.runtime.decoding.telemetry import Spec
 from thor_dflash.runtime.measure.profile import (
-    Beat,
-    Inside,
-    Part,
-    Phase,
+    CycleBreakdown,
     Power,
     Profile,
+    ProfilePart,
+    ProfilePhase,
+    ProfileSubject,
     Rail,
+    StepEnd,
     Stretch,
-    Subject,
     spread,
 )
 
 PARTS = (
-    Part("propose", "", 1.0, 0),
-    Part("verify", "", 7.0, 15_000_000_000),
-    Part("verify", "layers.*.mlp.gate_up", 2.0, 6_000_000_000),
-    Part("verify", "embed, concat", 0.5, 0),
+    ProfilePart("propose", "", 1.0, 0),
+    ProfilePart("verify", "", 7.0, 15_000_000_000),
+    ProfilePart("verify", "layers.*.mlp.gate_up", 2.0, 6_000_000_000),
+    ProfilePart("verify", "embed, concat", 0.5, 0),
 )
 FOUND = Profile(
-    Subject("1", "p" * 64, "cuda", "a <GPU> & more", "q" * 64, 5, {"decode.gate": "off"}, {}),
+    ProfileSubject(
+        "1", "p" * 64, "cuda", "a <GPU> & more", "q" * 64, 5, {"decode.gate": "off"}, {}
+    ),
     runs=4,
     warmup=1,
     tokens=10,
     finish="stop",
     times={name: spread([10.0, 12.0, 11.0, 10.5]) for name in TITLES},
     phases={
-        "prefill": Phase(20.0, 0.0, 0.2),
-        "propose+verify+accept+observe": Phase(75.0, 7.5, 0.75),
-        "host": Phase(5.0, 0.0, 0.05),
+        "prefill": ProfilePhase(20.0, 0.0, 0.2),
+        "propose+verify+accept+observe": ProfilePhase(75.0, 7.5, 0.75),
+        "host": ProfilePhase(5.0, 0.0, 0.05),
     },
     spec=Spec(4, 60, 6, 2.5, (2, 1, 0, 1), (3, 2, 1), 0),
-    timeline=(Beat(0.0, 0), Beat(20.0, 0), Beat(60.0, 4), Beat(100.0, 1)),
+    timeline=(StepEnd(0.0, 0), StepEnd(20.0, 0), StepEnd(60.0, 4), StepEnd(100.0, 1)),
     power=Power((Rail("VDD <GPU>", 4.0, 60.0, 30.0),), 61.25),
     warnings=("a <cycle> varies",),
-    inside=Inside(38, 8.0, 3e12, PARTS),
+    inside=CycleBreakdown(38, 8.0, 3e12, PARTS),
 )
 
 
@@ -131,7 +133,7 @@ def test_the_text_says_what_an_answer_costs() -> None:
 
 
 def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> None:
-    phases = {name: Phase(1.0, 1.0, share) for name, share in (("all", 1.0), ("half", 0.5))}
+    phases = {name: ProfilePhase(1.0, 1.0, share) for name, share in (("all", 1.0), ("half", 0.5))}
     spec = replace(FOUND.spec, accept_hist=(1000, 500, 1, 0))
     lines = table(replace(FOUND, phases=phases, spec=spec)).splitlines()
     bars = {line.split()[0]: line.count("█") for line in lines if line.endswith("█")}
@@ -232,7 +234,7 @@ def test_stretches_of_a_soak_need_not_have_as_many_runs() -> None:
 
 
 def test_the_last_step_of_a_dead_end_is_not_drawn_as_the_prompt() -> None:
-    ended = replace(FOUND, finish="grammar_dead_end", timeline=(*FOUND.timeline, Beat(130.0, 0)))
+    ended = replace(FOUND, finish="grammar_dead_end", timeline=(*FOUND.timeline, StepEnd(130.0, 0)))
     for found, names in ((FOUND, []), (ended, ["dead end"])):
         told = ["prompt", "cycle", "cycle", *names]
         events = trace(found)["traceEvents"]

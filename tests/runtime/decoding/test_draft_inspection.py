@@ -11,8 +11,8 @@ from support.loop_models import answer, drafts, oracle, prompt, session
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress, Reason
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request
 
 REQUEST = Request(prompt=prompt(40, seed=1), max_tokens=40)
@@ -27,13 +27,13 @@ class Looking:
     narrow: Callable[[tuple[int, ...], Block], Block]
     seen: list[tuple[int, ...]] = field(default_factory=list)
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         return replace(block, look=self._look)
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
     def _look(self, tokens: tuple[int, ...], block: Block) -> Block:
@@ -50,15 +50,15 @@ class Watching:
     seen: list[tuple[int, ...]] = field(default_factory=list)
     odd: bool = False
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         self.odd = not self.odd
         return block.forcing((5, 6, 7), "a test") if self.odd else block
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         self.seen.append(tuple(session().model.read("tokens").tolist()))
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -69,7 +69,7 @@ def whole() -> Array:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("proposer", [Nobody(), Dflash()], ids=["nobody", "dflash"])
+@pytest.mark.parametrize("proposer", [NoDrafter(), DflashDrafter()], ids=["nobody", "dflash"])
 def test_looking_changes_nothing(proposer: Proposer, masked: bool) -> None:
     truth = answer(session(), REQUEST, proposer)
     plain = session().report().spec
@@ -84,9 +84,9 @@ def test_a_drafter_that_is_seen_drafts_what_it_does_unseen() -> None:
     forces, whether it runs by itself, before a look, or together with the verify.
     """
     unseen, beside = Watching(), Watching()
-    truth = answer(session(), REQUEST, Dflash(), (unseen,))
+    truth = answer(session(), REQUEST, DflashDrafter(), (unseen,))
     looking = Looking(lambda _, block: block)
-    assert answer(session(), REQUEST, Dflash(), (beside, looking)) == truth
+    assert answer(session(), REQUEST, DflashDrafter(), (beside, looking)) == truth
     assert looking.seen == beside.seen == unseen.seen
     assert len(unseen.seen) > 2
     assert {tokens[1:4] == (5, 6, 7) for tokens in unseen.seen} == {True, False}
@@ -94,7 +94,7 @@ def test_a_drafter_that_is_seen_drafts_what_it_does_unseen() -> None:
 
 def test_what_a_look_did_is_noted() -> None:
     looking = Looking(lambda _, block: replace(block, forced=(-1, 7), cap=4))
-    answer(session(), REQUEST, Nobody(), (looking,))
+    answer(session(), REQUEST, NoDrafter(), (looking,))
     notes = {(n.what, n.why): n.cycles for n in session().report().notes}
     cycles = session().report().spec.cycles
     assert notes["forced", "grammar"] == cycles
@@ -123,7 +123,7 @@ def test_reasons_of_a_look(
 
 
 def test_the_drafts_are_seen_and_replaced() -> None:
-    truth = answer(session(), REQUEST, Nobody())
+    truth = answer(session(), REQUEST, NoDrafter())
     wrong = drafts(lambda n: [(t + 1) % 240 for t in (*truth, *[0] * 16)[n : n + 15]])
     force = Looking(lambda tokens, block: replace(block, forced=(-1, 7, -1, 9), cap=4))
     right = answer(session(), REQUEST, oracle(truth), (force,))
@@ -133,13 +133,13 @@ def test_the_drafts_are_seen_and_replaced() -> None:
     assert right[:2] == [truth[0], 7]
     assert session().report().spec.forced > 0
     assert answer(session(), REQUEST, wrong, (force,)) == answer(
-        session(), REQUEST, Nobody(), (force,)
+        session(), REQUEST, NoDrafter(), (force,)
     )
 
 
 @pytest.mark.parametrize("row", [0, 1, 5])
 def test_a_row_nothing_may_follow_is_a_fault_unless_a_policy_stops_before_it(row: int) -> None:
-    truth = answer(session(), REQUEST, Nobody())
+    truth = answer(session(), REQUEST, NoDrafter())
 
     def mute() -> Array:
         mask = whole()
@@ -148,7 +148,7 @@ def test_a_row_nothing_may_follow_is_a_fault_unless_a_policy_stops_before_it(row
 
     @dataclass
     class Stopping(Looking):
-        def judge(self, progress: Progress, block: Block, record: Record) -> int:
+        def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
             return record.fault if record.fault >= 0 else record.count
 
     looking = Stopping(lambda _, block: replace(block, mask=mute))

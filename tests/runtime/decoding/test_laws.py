@@ -14,8 +14,8 @@ from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, p
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.runtime.decoding.block import Block
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
-from thor_dflash.runtime.decoding.sequence_state import Snapshot, State
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.sequence_state import SequenceState, Snapshot
 from thor_dflash.runtime.session import Request, Session
 
 GEOMETRIES = ("0.8b", "4b", "27b", "heads27b", "narrow")
@@ -25,7 +25,7 @@ LAWFUL = settings(
 
 
 def plain(s: Session, request: Request) -> list[int]:
-    return answer(s, request, Nobody())
+    return answer(s, request, NoDrafter())
 
 
 ONE = Request(prompt=prompt(40, seed=1), max_tokens=70)
@@ -43,7 +43,7 @@ def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
         "dead": DEAD,
         "hostile": hostile(truth),
         "oracle": oracle(truth),
-        "real": Dflash(),
+        "real": DflashDrafter(),
         "erring": erring(truth, 0.15, seed),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
     }[kind]
@@ -84,19 +84,19 @@ def test_an_oracle_gives_a_full_block_a_cycle(geometry: str) -> None:
 def test_the_same_request_after_any_other() -> None:
     s = session()
     request = Request(prompt=prompt(50, seed=2), max_tokens=30)
-    first = answer(s, request, Dflash())
+    first = answer(s, request, DflashDrafter())
     for seed, length in ((3, 1), (4, 200), (5, 33)):
-        answer(s, Request(prompt=prompt(length, seed), max_tokens=40), Dflash())
-        assert answer(s, request, Dflash()) == first
+        answer(s, Request(prompt=prompt(length, seed), max_tokens=40), DflashDrafter())
+        assert answer(s, request, DflashDrafter()) == first
 
 
 def test_a_broken_request_does_not_poison_the_next() -> None:
     s = session()
     request = Request(prompt=prompt(50, seed=2), max_tokens=20)
-    first = answer(s, request, Dflash())
+    first = answer(s, request, DflashDrafter())
     for tensor in s.model.state.tensors.values():
         s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
-    assert answer(s, request, Dflash()) == first
+    assert answer(s, request, DflashDrafter()) == first
 
 
 def bits(snapshot: Snapshot) -> dict[str, bytes]:
@@ -124,7 +124,7 @@ def commit(s: Session, tokens: list[int], count: int) -> None:
 def test_a_restored_snapshot_says_what_the_drafter_never_saw() -> None:
     s = session()
     state = s.model.state
-    answers = s.run(Request(prompt=prompt(40, 7), max_tokens=60), Nobody())
+    answers = s.run(Request(prompt=prompt(40, 7), max_tokens=60), NoDrafter())
     while not next(answers).tokens:
         pass
     answers.close()
@@ -191,7 +191,7 @@ def test_a_restored_snapshot_goes_on_like_the_original(length: int) -> None:
     commit(s, list(prompt(16, seed=11)), 7)
     commit(s, list(prompt(16, seed=12)), 16)
     want = bits(s.model.state.snapshot())
-    answer(s, Request(prompt=prompt(100, 9), max_tokens=30), Dflash())
+    answer(s, Request(prompt=prompt(100, 9), max_tokens=30), DflashDrafter())
     s.model.state.restore(here)
     commit(s, list(prompt(16, seed=11)), 7)
     commit(s, list(prompt(16, seed=12)), 16)
@@ -204,10 +204,10 @@ def test_a_closed_iterator_needs_no_undo() -> None:
     s = session()
     request = Request(prompt=prompt(40, 1), max_tokens=40)
     truth = plain(s, request)
-    answers = s.run(request, Dflash())
+    answers = s.run(request, DflashDrafter())
     next(answers)
     answers.close()
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().finish == "length"
 
 
@@ -216,7 +216,7 @@ def test_one_wait_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, reads = s.model.engine, []
     read = type(engine).read
     monkeypatch.setattr(type(engine), "read", lambda *a, **k: reads.append(1) or read(*a, **k))
-    answer(s, Request(prompt=prompt(40, 1), max_tokens=30), Dflash())
+    answer(s, Request(prompt=prompt(40, 1), max_tokens=30), DflashDrafter())
     # Besides, one for each of the prompt's two chunks: a cancel must not wait for queued chunks.
     assert len(reads) == s.report().spec.cycles + 2
 
@@ -241,13 +241,13 @@ def test_a_restored_state_has_no_rows_to_commit() -> None:
         s.model.state.commit(1)
 
 
-@pytest.mark.parametrize("again", [State.reset, State.restore])
+@pytest.mark.parametrize("again", [SequenceState.reset, SequenceState.restore])
 def test_a_failed_step_must_be_reset_or_restored(
     again: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = session()
     started(s)
-    before = (s.model.state.snapshot(),) if again == State.restore else ()
+    before = (s.model.state.snapshot(),) if again == SequenceState.restore else ()
     with monkeypatch.context() as patch:
         patch.setattr(type(s.model.engine), "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -284,5 +284,5 @@ def test_any_block_chunk_and_cache(
     s = session(geometry, block=block, chunk=chunk, kv=kv)
     request = Request(prompt=prompt(45, seed=8), max_tokens=40)
     truth = plain(s, request)
-    for proposer in (Dflash(), erring(truth, 0.2, 1, rows=block), oracle(truth, rows=block)):
+    for proposer in (DflashDrafter(), erring(truth, 0.2, 1, rows=block), oracle(truth, rows=block)):
         assert answer(s, request, proposer) == truth

@@ -13,11 +13,11 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.session.prefix_cache import PrefixCache
 
 SIZES = (32, 8, 100)
 LONG = prompt(300, 5)
@@ -48,8 +48,8 @@ def test_every_size_gives_the_same_tokens(every: Session) -> None:
     told: list[list[int]] = []
     for size in SIZES:
         every.model.chunk = size
-        assert answer(every, request, Dflash()) == answer(every, request, Nobody())
-        chunks = list(every.run(request, Nobody()))
+        assert answer(every, request, DflashDrafter()) == answer(every, request, NoDrafter())
+        chunks = list(every.run(request, NoDrafter()))
         told.append([token for chunk in chunks for token in chunk.tokens])
         done = [chunk.prompt_done for chunk in chunks if chunk.prompt_done]
         assert done == [*range(size, 206, size), 206], size
@@ -61,7 +61,7 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
     every: Session, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     model = every.model
-    model.chunk, every.prefixes = 100, Prefixes(model)
+    model.chunk, every.prefixes = 100, PrefixCache(model)
     names = {id(graph): name for name, graph in model.graphs.items()}
     ran: list[str] = []
     run = OrtEngine.run
@@ -72,7 +72,7 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
 
     monkeypatch.setattr(OrtEngine, "run", seen)
     request = Request(prompt=LONG[: length + 1], max_tokens=1)
-    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    rows = [c.prompt_rows for c in every.run(request, DflashDrafter()) if c.prompt_done]
     rest = length % 100
     assert rows == [100] * (length // 100) + [n for n in (8, 32, 100) if n >= rest][:1] * (rest > 0)
     for step in ("prefill", "observe_chunk"):
@@ -82,10 +82,10 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
 
 
 def test_no_step_is_larger_than_the_chosen_size(every: Session) -> None:
-    every.model.chunk, every.prefixes = 32, Prefixes(every.model)
+    every.model.chunk, every.prefixes = 32, PrefixCache(every.model)
     assert every.model.step_sizes == (8, 32)
     request = Request(prompt=LONG[:74], max_tokens=1)
-    rows = [c.prompt_rows for c in every.run(request, Dflash()) if c.prompt_done]
+    rows = [c.prompt_rows for c in every.run(request, DflashDrafter()) if c.prompt_done]
     assert rows == [32, 32, 32], "9 are left"
 
 
@@ -134,7 +134,7 @@ def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
     told: list[tuple[object, object]] = []
     for size in SIZES:
         every.model.chunk = size
-        told.append((answer(every, request, Dflash()), every.report().spec))
+        told.append((answer(every, request, DflashDrafter()), every.report().spec))
     assert told[0] == told[1] == told[2]
     for name, tensor in every.model.state.tensors.items():
         if name.startswith("attention."):
@@ -147,20 +147,20 @@ def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, size: int) -> None:
     every.model.chunk = size
-    every.prefixes = Prefixes(every.model)
+    every.prefixes = PrefixCache(every.model)
     request = Request(prompt=LONG[:290], max_tokens=24)
-    truth, spec = answer(every, request, Dflash()), every.report().spec
+    truth, spec = answer(every, request, DflashDrafter()), every.report().spec
     put = every.prefixes.put("skills", LONG[:250])
     assert put
     assert put.held == 249 // size * size
-    assert answer(every, request, Dflash()) == truth
+    assert answer(every, request, DflashDrafter()) == truth
     assert every.report().cached_tokens == put.held
     assert every.report().spec == spec, "the rings are the same, too"
 
 
 def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: Path) -> None:
     every.model.chunk = 32
-    every.prefixes = Prefixes(every.model)
+    every.prefixes = PrefixCache(every.model)
     every.prefixes.put("skills", LONG[:250])
     every.prefixes.save("skills", tmp_path / "p")
     every.model.chunk = 8
@@ -178,7 +178,9 @@ def test_sizes_above_the_one_asked_for_are_loaded_only_for_a_choice(
         config = EngineConfig(threads=1, chunk=asked, block=block)
         s = open_session(package, config, Silent(), choose=asked > 0)
         assert s.model.chunks == found
-        chunks = [c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), Dflash())]
+        chunks = [
+            c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), DflashDrafter())
+        ]
         assert chunks[0] == found[0]
     with pytest.raises(ConfigError, match=r"engine.chunk must be 8 or 32 or 100, .* \(got 16\)"):
         open_session(package, EngineConfig(chunk=16), Silent())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.loop_models import answer, oracle, prompt, session
 
-from thor_dflash.runtime.decoding.loop import resolve
-from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.loop import visible_tokens
+from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.session import Request
 
 EOS = 99
@@ -28,17 +28,17 @@ EOS = 99
 def test_truth_table(
     before: int, tokens: list[int], stop: list[int], most: int, shown: list[int], finish: str
 ) -> None:
-    assert resolve(before, tokens, stop, most) == (tuple(shown), finish)
+    assert visible_tokens(before, tokens, stop, most) == (tuple(shown), finish)
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 14, 15, 16, 17, 30])
 def test_a_stop_token_anywhere_in_a_block(at: int) -> None:
     s = session()
-    truth = answer(s, Request(prompt=prompt(40, 1), max_tokens=60), Nobody())
+    truth = answer(s, Request(prompt=prompt(40, 1), max_tokens=60), NoDrafter())
     stop = truth[at]
     first = truth.index(stop)
     request = Request(prompt=prompt(40, 1), max_tokens=60, stop=frozenset({stop}))
-    for proposer in (Nobody(), oracle(truth)):
+    for proposer in (NoDrafter(), oracle(truth)):
         assert answer(s, request, proposer) == truth[:first]
         assert s.report().finish == "stop"
         assert s.report().completion_tokens == first + 1
@@ -49,7 +49,7 @@ def test_a_stop_token_anywhere_in_a_block(at: int) -> None:
 @pytest.mark.parametrize("most", [1, 2, 15, 16, 17, 33])
 def test_max_tokens_is_exact(most: int) -> None:
     s = session()
-    truth = answer(s, Request(prompt=prompt(40, 1), max_tokens=60), Nobody())
+    truth = answer(s, Request(prompt=prompt(40, 1), max_tokens=60), NoDrafter())
     got = answer(s, Request(prompt=prompt(40, 1), max_tokens=most), oracle(truth))
     assert got == truth[:most]
     assert s.report().finish == "length"

@@ -15,7 +15,7 @@ from support.loop_models import answer, erring, prompt, session
 from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.session import Request, Session, open_session
 
 KEPT = (".state", ".tail")
@@ -47,7 +47,7 @@ def folded(s: Session) -> dict[str, bytes]:
 def test_three_rollbacks_give_the_same_tokens(geometry: str, rate: float) -> None:
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)
     records = session(geometry)
-    truth = answer(records, request, Nobody())
+    truth = answer(records, request, NoDrafter())
     states: list[dict[str, bytes]] = []
     for saves in ("records", "states"):
         s = session(geometry, saves=saves)
@@ -61,7 +61,7 @@ def test_three_rollbacks_give_the_same_tokens(geometry: str, rate: float) -> Non
 def test_a_replayed_state_is_a_folded_one() -> None:
     s = session()
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     folds = folded(s)
     # In every cycle one draft is right and the next wrong: two tokens are committed, so that the
     # replay ends after exactly 50 tokens, as the loop did.
@@ -74,7 +74,7 @@ def test_the_replay_baseline_prefills_by_the_chunk_of_its_session() -> None:
     package = constrained_model.package(32, (16,))
     s = open_session(package, EngineConfig(threads=1, chunk=16), Silent())
     request = Request(prompt=prompt(40, seed=8), max_tokens=4)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     assert Replay(s, lambda tokens: truth[len(tokens) :]).answer(request.prompt, 4) == truth
     s.close()
 
@@ -82,7 +82,7 @@ def test_the_replay_baseline_prefills_by_the_chunk_of_its_session() -> None:
 def test_the_replay_baseline_costs_two_verifies_a_cycle() -> None:
     s = session()
     request = Request(prompt=prompt(45, seed=8), max_tokens=48)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     replay = Replay(s, lambda tokens: truth[len(tokens) : len(tokens) + 15])
     replay.answer(request.prompt, 48)
     assert replay.verifies == 6
@@ -92,8 +92,8 @@ def test_the_replay_baseline_costs_two_verifies_a_cycle() -> None:
 def test_states_also_drop_a_step_without_a_trace() -> None:
     s = session(saves="states")
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)
-    truth = answer(s, request, Nobody())
-    answers = s.run(request, Dflash())
+    truth = answer(s, request, NoDrafter())
+    answers = s.run(request, DflashDrafter())
     got = [token for _ in range(6) for token in next(answers).tokens]
     length, accepted = s.model.state.length, s.model.state.accepted
     s.model.write_tokens(prompt(16, 2))

@@ -12,10 +12,11 @@ from support.loop_models import prompt
 from support.thinking_models import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Limit, Phase, Progress, Reason
-from thor_dflash.runtime.decoding.loop import Plan, decode
-from thor_dflash.runtime.decoding.proposers import Nobody
-from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
+from thor_dflash.runtime.decoding.proposers import NoDrafter
+from thor_dflash.runtime.decoding.telemetry import RequestMeter
+from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.text.thinking import Marks
 
 
@@ -37,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
-    meter = Meter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
+    meter = RequestMeter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
     clock.now += 2
     meter.prompt_done()
     clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
@@ -47,7 +48,7 @@ def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
 
 
 def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
-    meter = Meter(16, {}, start=clock())
+    meter = RequestMeter(16, {}, start=clock())
     clock.now += 2
     meter.prompt_done()
     for seconds, count, phase in ((1, 4, "thinking"), (2, 3, "thinking"), (5, 1, "answer")):
@@ -65,7 +66,7 @@ def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
 
 
 def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
-    meter, record = Meter(8, {}), Record(1, -1, 0, 0, 0, tokens=(5,), choices=(5,) * 8)
+    meter, record = RequestMeter(8, {}), Record(1, -1, 0, 0, 0, tokens=(5,), choices=(5,) * 8)
     capped, gated = Reason("capped", "budget"), Reason("gated", "gate")
     for reason in (capped, capped, gated, capped):
         meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, 0)
@@ -78,7 +79,7 @@ def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
 
 
 def test_a_request_that_ends_while_its_prompt_is_read_has_no_time_but_that(clock: Clock) -> None:
-    meter = Meter(16, {}, start=clock())
+    meter = RequestMeter(16, {}, start=clock())
     clock.now += 2
     times = meter.report("cancelled", 0, {}).timings
     assert (times.prefill_ms, times.ttft_ms, times.decode_ms, times.e2e_ms) == (2000, 0, 0, 2000)
@@ -106,7 +107,7 @@ def test_what_a_block_counts_for(
     drafted: int,
     want: tuple[int, tuple[int, ...], int],
 ) -> None:
-    meter = Meter(8, {})
+    meter = RequestMeter(8, {})
     record = Record(count, -1, 0, agreed, 0, tokens=(5,) * count, choices=(5,) * 8)
     meter.cycle(Block(cap=count, forced=forced), record, count, drafted)
     report = meter.report("length", count, {})
@@ -128,9 +129,12 @@ def test_what_a_block_counts_for(
     ],
 )
 def test_how_thinking_closed(
-    phase: Phase, forced: tuple[int, ...], softened: int, want: str
+    phase: BlockPhase, forced: tuple[int, ...], softened: int, want: str
 ) -> None:
-    meter, record = Meter(8, {}), Record(4, -1, 0, 3, softened, tokens=(5,) * 4, choices=(5,) * 8)
+    meter, record = (
+        RequestMeter(8, {}),
+        Record(4, -1, 0, 3, softened, tokens=(5,) * 4, choices=(5,) * 8),
+    )
     meter.closed(Block(cap=8, phase=phase, forced=forced), record)
     assert meter.report("length", 4, {}).close == want
 
@@ -143,10 +147,12 @@ def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) ->
     asked, model = prompt(24, 1), thinker().model
     truth = after(asked, 20)
     marks = Marks(truth[0], truth[first_seen(truth, 3)])
-    who = oracle(truth) if drafted else Nobody()
-    limit = (Limit(20),)
-    plan = Plan(prompt=asked, max_tokens=20, stop=(), proposer=who, policies=limit, marks=marks)
-    progress, meter = Progress(asked, marks), Meter(16, model.engine.busy())
+    who = oracle(truth) if drafted else NoDrafter()
+    limit = (TokenLimit(20),)
+    plan = DecodeRequest(
+        prompt=asked, max_tokens=20, stop=(), proposer=who, policies=limit, marks=marks
+    )
+    progress, meter = DecodeProgress(asked, marks), RequestMeter(16, model.engine.busy())
     assert [t for chunk in decode(model, plan, progress, meter) for t in chunk.tokens] == truth
     report = meter.report("length", 20, model.engine.busy())
     assert (report.close, "thinking" in report.phases) == ("natural", not drafted)

@@ -14,7 +14,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.session import Request, Session, open_session
 
@@ -79,13 +79,13 @@ def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
     # The answer crosses position 128, where a second tile of keys begins and the rings of the
     # drafter's sliding layers wrap around.
     request = Request(prompt=prompt(100, 2), max_tokens=48)
-    truth = answer(widths[0], request, Nobody())
+    truth = answer(widths[0], request, NoDrafter())
     for width in WIDTHS:
         s = widths[width]
         assert s.model.block == width
         assert s.model.limit == widths[0].model.limit
-        assert answer(s, request, Nobody()) == truth
-        assert answer(s, request, Dflash()) == truth
+        assert answer(s, request, NoDrafter()) == truth
+        assert answer(s, request, DflashDrafter()) == truth
         assert answer(s, request, erring(truth, 0.1, width)) == truth
         hist = s.report().spec.accept_hist
         assert len(hist) == width
@@ -95,7 +95,7 @@ def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
 def test_states_have_widths_too(tmp_path: Path) -> None:
     path = package(tmp_path, "27b", saves="states")
     request = Request(prompt=prompt(70, 2), max_tokens=50)
-    truth = answer(opened(path), request, Nobody())
+    truth = answer(opened(path), request, NoDrafter())
     assert answer(opened(path, 8), request, erring(truth, 0.2, 1)) == truth
 
 

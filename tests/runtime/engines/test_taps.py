@@ -26,8 +26,8 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.accept import Record
-from thor_dflash.runtime.decoding.block import Block, Progress
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.session import Request, Session, open_session
 
@@ -115,16 +115,16 @@ class Diary:
         self.read = read
         self.blocks: list[tuple[int, int, Array]] = []
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         count = 7 * len(self.blocks) % 10
         return replace(block, forced=tuple(TOKENS[:count]))
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         known = len(progress.prompt) + len(progress.tokens)
         self.blocks.append((known, 7 * len(self.blocks) % 10, self.read()))
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -138,7 +138,7 @@ def decoded(taps: tuple[int, ...]) -> tuple[list[int], Blocks]:
     session, prompt = pair(taps).session, TOKENS[:45]
     diary = Diary(lambda: session.model.read("tokens"))
     request = Request(prompt=tuple(prompt), max_tokens=120)
-    answer = [t for c in session.run(request, Dflash(), (diary,)) for t in c.tokens]
+    answer = [t for c in session.run(request, DflashDrafter(), (diary,)) for t in c.tokens]
     assert len(answer) == 120
     assert len(diary.blocks) < 40
     return prompt + answer, diary.blocks

@@ -15,9 +15,9 @@ from support.constrained_model import TOKENIZER, asked, constrained, session, te
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.grammar.compiler import Grammars
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
     said["object"] |= {"required": [literal], "additionalProperties": False}
     schema = {"type": "object", "properties": said, "required": ["object"]}
     schema["additionalProperties"] = False
-    out = constrained(asked(False), Nobody(), session().grammar(schema), force=force)
+    out = constrained(asked(False), NoDrafter(), session().grammar(schema), force=force)
     assert session().report().finish == "stop"
     assert json.loads(text().decode(out)) == {"object": {literal: literal}}
 
@@ -46,7 +46,7 @@ def test_added_tokens_may_stand_in_the_vocabulary_too(tmp_path: Path) -> None:
     (tmp_path / files.TOKENIZER).write_text(json.dumps(table), encoding="utf-8")
     size, start = files.addressed_ids(tmp_path), text().encode('"a')
     matcher = (
-        Grammars(Text.load(tmp_path), size, (size - 1,)).compile({"const": "a<think>"}).matcher
+        Grammars(Tokenizer.load(tmp_path), size, (size - 1,)).compile({"const": "a<think>"}).matcher
     )
     assert matcher.deep_copy().try_consume_tokens([*start, added["<think>"]]) == len(start)
     said = [*start, *text().encode("<th"), *text().encode('ink>"')]
@@ -83,7 +83,7 @@ def test_a_number_that_the_compiler_would_change_is_refused(number: float, key: 
     "number", [2**53 - 1, 1 - 2**53, 0.1 + 0.2, -math.pi, math.pi / 2, 1e-7, 0.0, -0.0, 2.0]
 )
 def test_a_number_is_spelt_so_that_it_is_read_the_same(number: float) -> None:
-    out = constrained(asked(False), Nobody(), session().grammar({"const": [number]}))
+    out = constrained(asked(False), NoDrafter(), session().grammar({"const": [number]}))
     assert json.loads(text().decode(out)) == [number]
 
 

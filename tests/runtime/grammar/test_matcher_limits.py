@@ -16,7 +16,7 @@ from llguidance import LLParserLimits
 from support.constrained_model import PLAN, asked, constrained, session, text
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.grammar.compiler import Grammars
 from thor_dflash.runtime.grammar.schema_limits import (
     MAX_CHAIN,
@@ -44,9 +44,9 @@ def grammars(**limits: int) -> Grammars:
 def test_a_grammar_at_its_limit_is_made_anew_for_the_next_request() -> None:
     little = grammars(step_lexer_fuel=50)
     first = little.compile(PLAN)
-    ends = [constrained(asked(False), Nobody(), first)]
+    ends = [constrained(asked(False), NoDrafter(), first)]
     assert little.compile(PLAN) is not first
-    ends.append(constrained(asked(False), Nobody(), little.compile(PLAN)))
+    ends.append(constrained(asked(False), NoDrafter(), little.compile(PLAN)))
     assert ends[0] == ends[1] != []
 
 
@@ -56,13 +56,15 @@ def test_what_others_had_computed_ends_no_request() -> None:
     """
     made = grammars(max_lexer_states=600).compile(WIDE)
     spent: list[bool] = []
-    for number, proposer in zip(range(9), itertools.cycle([Nobody(), Dflash()]), strict=False):
+    for number, proposer in zip(
+        range(9), itertools.cycle([NoDrafter(), DflashDrafter()]), strict=False
+    ):
         one = asked(False, f"Say {number}.", 40)
         got = constrained(one, proposer, made)
         assert session().report().finish == "length", number
         spent.append(made.spent.is_set())
         alone = grammars(max_lexer_states=600).compile(WIDE)
-        assert got == constrained(one, Nobody(), alone), number
+        assert got == constrained(one, NoDrafter(), alone), number
     assert not spent[0]
     assert spent[-3:] == [True] * 3  # so the last ones began with a spent grammar
     assert made.anew() is made.anew() is not made
@@ -158,9 +160,9 @@ def test_a_grammar_that_cannot_be_compiled_again_is_a_dead_end() -> None:
     little = grammars(max_lexer_states=20)
     made = little.compile(PLAN)
     little.seconds = 0.0
-    got = constrained(asked(False), Nobody(), made)
+    got = constrained(asked(False), NoDrafter(), made)
     assert session().report().finish == "grammar_dead_end"
-    whole = constrained(asked(False), Nobody(), session().grammar(PLAN))
+    whole = constrained(asked(False), NoDrafter(), session().grammar(PLAN))
     assert got == whole[: len(got)]
 
 

@@ -23,11 +23,11 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.strict_records import show
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Policy, Progress
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
 from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
-from thor_dflash.runtime.policies.thinking_budget import Budget
+from thor_dflash.runtime.policies.thinking_budget import ThinkingBudget
 from thor_dflash.runtime.session import Request
 from thor_dflash.serving.planner.schema_validator import Checker
 
@@ -42,11 +42,11 @@ def grammar(schema: dict[str, object]) -> Grammar:
 def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
     rng = np.random.default_rng(seed)
     return {
-        "nobody": Nobody(),
+        "nobody": NoDrafter(),
         "dead": DEAD,
         "hostile": hostile(truth),
         "oracle": oracle(truth),
-        "real": Dflash(),
+        "real": DflashDrafter(),
         "erring": erring(truth, 0.15, seed),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 1280, 15)]),
     }[kind]
@@ -54,7 +54,7 @@ def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
 
 @cache
 def _plain(schema: str, force: bool) -> tuple[int, ...]:
-    return tuple(constrained(asked(False), Nobody(), grammar(json.loads(schema)), force=force))
+    return tuple(constrained(asked(False), NoDrafter(), grammar(json.loads(schema)), force=force))
 
 
 def plain(schema: dict[str, object], force: bool = True) -> list[int]:
@@ -71,7 +71,7 @@ class Closing:
 
     at: int
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         row = self.at - len(progress.tokens)
         if not 0 <= row < 16:
             return block
@@ -79,10 +79,10 @@ class Closing:
         assert close is not None
         return replace(block, soft=(*[-1] * row, close), soft_margin=1e9)
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -113,7 +113,7 @@ def by_hand(request: Request, schema: dict[str, object]) -> list[int]:
 def test_plain_constrained_decoding_is_masked_greedy_decoding(schema: dict[str, object]) -> None:
     request = asked(False)
     want = by_hand(request, schema)
-    assert constrained(request, Nobody(), grammar(schema)) == want[:-1]
+    assert constrained(request, NoDrafter(), grammar(schema)) == want[:-1]
     assert want[-1] in request.stop
 
 
@@ -141,7 +141,7 @@ def test_any_request_and_any_drafter_after_thinking(
 ) -> None:
     request = asked(True, words, max_tokens=close + most)
     made, ends = grammar(SCHEMAS[schema]), Closing(close)
-    truth = constrained(request, Nobody(), made, thinking=True, policies=(ends,))
+    truth = constrained(request, NoDrafter(), made, thinking=True, policies=(ends,))
     proposer = drafter(kind, truth, seed)
     got = constrained(request, proposer, made, thinking=True, force=force, policies=(ends,))
     assert got == truth
@@ -151,7 +151,7 @@ def test_any_request_and_any_drafter_after_thinking(
 @every_schema
 def test_rows_after_a_drafted_mark_are_in_one_block_with_it(schema: dict[str, object]) -> None:
     request, ends = asked(True, max_tokens=16), Closing(3)
-    truth = constrained(request, Nobody(), grammar(schema), thinking=True, policies=(ends,))
+    truth = constrained(request, NoDrafter(), grammar(schema), thinking=True, policies=(ends,))
     assert truth[3] == text().end_think
     proposer = oracle([*truth, *[0] * 16])
     got = constrained(request, proposer, grammar(schema), thinking=True, policies=(ends,))
@@ -163,9 +163,9 @@ def test_rows_after_a_drafted_mark_are_in_one_block_with_it(schema: dict[str, ob
 @every_schema
 def test_forcing_changes_cycles_and_not_one_token(schema: dict[str, object]) -> None:
     request, made = asked(False), grammar(schema)
-    truth = constrained(request, Nobody(), made, force=False)
+    truth = constrained(request, NoDrafter(), made, force=False)
     masks_alone = session().report().spec
-    assert constrained(request, Nobody(), made) == truth
+    assert constrained(request, NoDrafter(), made) == truth
     forced = session().report().spec
     assert (masks_alone.forced, masks_alone.cycles) == (0, len(truth) + 1)
     assert forced.cycles < masks_alone.cycles
@@ -211,16 +211,16 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
     close = tuple(text().encode(message))
 
     def answer(proposer: Proposer) -> list[int]:
-        budget = Budget(limit, close)
+        budget = ThinkingBudget(limit, close)
         return constrained(request, proposer, made, thinking=True, policies=(budget,))
 
-    truth = answer(Nobody())
+    truth = answer(NoDrafter())
     ends = truth.index(close[-1] if message.endswith(">") else text().end_think)
     said = text().decode(truth[ends + 1 :])
     assert session().report().finish == "stop"
     assert said.startswith('\n\n{"goal":"')
     assert Checker(PLAN).valid(json.loads(said))
-    assert answer(Dflash()) == truth
+    assert answer(DflashDrafter()) == truth
     assert answer(oracle(truth)) == truth
 
 
@@ -266,22 +266,22 @@ def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
     )
     monkeypatch.setattr(engine, "read", lambda *a, **k: events.append("wait") or read(*a, **k))
     monkeypatch.setattr(Walk, "make_masks", lambda *a: events.append("masks") or masks(*a))
-    constrained(replace(asked(False), max_tokens=9), Dflash(), made)
+    constrained(replace(asked(False), max_tokens=9), DflashDrafter(), made)
     cycle = ["propose", "wait", "verify", "masks", "accept_masked observe", "wait"]
     first = events.index("propose")
     assert events[first:] == cycle * s.report().spec.cycles
     events.clear()
-    constrained(replace(asked(False), max_tokens=9), Nobody(), made)
+    constrained(replace(asked(False), max_tokens=9), NoDrafter(), made)
     first = events.index("verify")
     undrafted = ["verify", "masks", "accept_masked", "wait"]
     assert events[first:] == undrafted * s.report().spec.cycles, "the host wrote the tokens itself"
     events.clear()
-    constrained(replace(asked(True), max_tokens=9), Dflash(), made, thinking=True)
+    constrained(replace(asked(True), max_tokens=9), DflashDrafter(), made, thinking=True)
     first = events.index("propose")
     thinking = ["propose", "wait", "verify accept observe", "wait"]
     assert events[first:] == thinking * s.report().spec.cycles
     events.clear()
-    list(s.run(replace(asked(False), max_tokens=9), Dflash()))
+    list(s.run(replace(asked(False), max_tokens=9), DflashDrafter()))
     first = events.index("propose verify accept observe")
     assert events[first:] == ["propose verify accept observe", "wait"] * s.report().spec.cycles
 
@@ -352,23 +352,23 @@ def test_a_drafted_stop_id_ends_its_block() -> None:
 
 def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None:
     made, request = grammar(PLAN), asked(False)
-    first = constrained(request, Dflash(), made)
-    constrained(asked(True, "Wait.", 40), Dflash(), grammar(SMALL), thinking=True)
+    first = constrained(request, DflashDrafter(), made)
+    constrained(asked(True, "Wait.", 40), DflashDrafter(), grammar(SMALL), thinking=True)
     policy: Policy = Constrain(made, Place(thinking=False))
-    answers = session().run(request, Dflash(), (policy,))
+    answers = session().run(request, DflashDrafter(), (policy,))
     while not next(answers).tokens:
         pass
     answers.close()
     assert session().report().finish == "cancelled"
-    assert constrained(request, Dflash(), made) == first
+    assert constrained(request, DflashDrafter(), made) == first
 
 
 def test_a_constrained_request_continues_from_a_prefix() -> None:
     s, made = session(), grammar(PLAN)
     request = asked(False, "Pick the mug. " * 12)
-    truth = constrained(request, Dflash(), made)
+    truth = constrained(request, DflashDrafter(), made)
     s.prefixes.put("words", request.prompt[:70])
-    assert constrained(request, Dflash(), made) == truth
+    assert constrained(request, DflashDrafter(), made) == truth
     assert s.report().cached_tokens == 64
     s.prefixes.drop("words")
 
@@ -383,7 +383,7 @@ def test_a_session_constrains_what_a_request_asks_for() -> None:
 
 
 def test_white_space_is_fixed_and_keys_come_in_order() -> None:
-    said = text().decode(constrained(asked(False), Nobody(), grammar(SMALL)))
+    said = text().decode(constrained(asked(False), NoDrafter(), grammar(SMALL)))
     value = json.loads(said)
     assert list(value) == ["say", "n", "ok"]
     assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == said

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from thor_dflash.runtime.measure import power as sensors
-from thor_dflash.runtime.measure.power import Sample, Sensor, Watch, energy, find, junction
+from thor_dflash.runtime.measure.power import (
+    PowerSampler,
+    Sample,
+    Sensor,
+    energy,
+    find_sensors,
+    junction,
+)
 
 
 def write(root: Path, chip: str, **files: str) -> Path:
@@ -44,7 +51,7 @@ def board(tmp_path: Path) -> Path:
 
 
 def test_every_rail_that_can_be_read_is_found_by_its_name(board: Path) -> None:
-    found = {sensor.name: sensor.watts() for sensor in find(board)}
+    found = {sensor.name: sensor.watts() for sensor in find_sensors(board)}
     assert found == pytest.approx({"VDD_CPU": -0.39, "VDD_GPU": 30.0, "VIN": 61.5})
     assert list(found) == sorted(found)
 
@@ -52,14 +59,14 @@ def test_every_rail_that_can_be_read_is_found_by_its_name(board: Path) -> None:
 def test_a_channel_is_called_by_its_own_label_before_its_chips(tmp_path: Path) -> None:
     write(tmp_path, "hwmon/hwmon0", name="ina3221", label="VDD_ALL", in1_label="VDD_GPU",
           power1_input="1000000", power2_input="2000000")  # fmt: skip
-    found = {sensor.name: sensor.watts() for sensor in find(tmp_path)}
+    found = {sensor.name: sensor.watts() for sensor in find_sensors(tmp_path)}
     assert found == pytest.approx({"VDD_GPU": 1.0, "VDD_ALL": 2.0})
 
 
 def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> None:
     assert junction(board) == board / "sys/class/thermal/thermal_zone1/temp"
     assert junction(tmp_path / "elsewhere") is None
-    assert find(tmp_path / "elsewhere") == []
+    assert find_sensors(tmp_path / "elsewhere") == []
 
 
 @pytest.mark.parametrize(
@@ -103,10 +110,10 @@ def test_an_answer_of_a_long_soak_costs_what_one_of_a_short_soak_costs() -> None
     assert cost(400_000) < 10 * cost(4_000)
 
 
-def watched(at: list[float], watts: list[float]) -> Watch:
+def watched(at: list[float], watts: list[float]) -> PowerSampler:
     """A Watch over one rail that has already taken these samples."""
     path = Path("none")
-    watch = Watch([Sensor("VIN", path, path, path)])
+    watch = PowerSampler([Sensor("VIN", path, path, path)])
     watch._samples = [Sample(when, (w,), None) for when, w in zip(at, watts, strict=True)]
     return watch
 
@@ -135,7 +142,7 @@ def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() 
     ],
 )
 def test_heat_is_that_of_the_answers(answers: list[tuple[float, float]], hottest: float) -> None:
-    watch = Watch([])
+    watch = PowerSampler([])
     degrees = [40.0, 50.0, 60.0, 70.0, 65.0, 55.0, 90.0]
     watch._samples = [Sample(i, (), celsius) for i, celsius in enumerate(degrees)]
     assert watch.power(answers).hottest_c == hottest
@@ -146,7 +153,7 @@ def test_one_sample_is_no_power() -> None:
 
 
 def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
-    with Watch(find(board), junction(board), period=0.001) as watch:
+    with PowerSampler(find_sensors(board), junction(board), period=0.001) as watch:
         start = time.perf_counter()
         deadline = start + 20
         while len(watch._samples) < 5 and time.perf_counter() < deadline:
@@ -164,7 +171,7 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
 
 
 def test_a_board_without_power_sensors_still_has_a_temperature(board: Path) -> None:
-    with Watch([], junction(board), period=0.001) as watch:
+    with PowerSampler([], junction(board), period=0.001) as watch:
         deadline = time.perf_counter() + 20
         while not watch._samples and time.perf_counter() < deadline:
             time.sleep(0.002)
@@ -174,7 +181,7 @@ def test_a_board_without_power_sensors_still_has_a_temperature(board: Path) -> N
 
 def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sensors, "REST", 0.05)
-    with Watch(find(board), period=0.001) as watch:
+    with PowerSampler(find_sensors(board), period=0.001) as watch:
         watch.rest()
         end = time.perf_counter()
     assert watch._samples[0][0] < watch._rested <= end
@@ -182,7 +189,7 @@ def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_sensors_nothing_runs_and_nobody_rests() -> None:
-    with Watch([]) as watch:
+    with PowerSampler([]) as watch:
         watch.rest()
         assert watch._thread is None
         assert watch._rested == 0
@@ -192,14 +199,14 @@ def test_without_sensors_nothing_runs_and_nobody_rests() -> None:
 
 def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sensors, "PATIENCE", 0.05)
-    found = find(board)
+    found = find_sensors(board)
     path = board / "sys/class/hwmon/hwmon1/power1_input"
     path.unlink()
     os.mkfifo(path)  # a reader blocks until somebody writes
     # Without a limit the wait would end here, so that the test fails instead of hanging.
     late = threading.Timer(10, path.write_text, ["1"])
     late.start()
-    with Watch(found, period=0.001) as watch:
+    with PowerSampler(found, period=0.001) as watch:
         pass
     assert watch.hung
     assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
@@ -223,7 +230,7 @@ def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Pa
 
 
 def test_a_sensor_that_disappears_is_reported(board: Path) -> None:
-    with Watch(find(board), junction(board), period=0.001) as watch:
+    with PowerSampler(find_sensors(board), junction(board), period=0.001) as watch:
         while len(watch._samples) < 2:
             time.sleep(0.002)
         (board / "sys/class/hwmon/hwmon1/power1_input").unlink()

@@ -12,36 +12,36 @@ import pytest
 
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.telemetry import Report, Spec, Timings
+from thor_dflash.runtime.decoding.telemetry import RequestReport, Spec, Timings
 from thor_dflash.runtime.measure.profile import (
     STRETCHES,
-    Beat,
     Power,
     Profile,
+    ProfileRun,
+    ProfileSubject,
     Rail,
-    Run,
-    Subject,
+    StepEnd,
     cycles,
     profile,
     spread,
     stretches,
 )
 
-SUBJECT = Subject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"}, {})
-BEATS = (Beat(0.0, 0), Beat(20.0, 0), Beat(30.0, 4), Beat(45.0, 1))
+SUBJECT = ProfileSubject("1", "p" * 64, "ort", "CPU", "q" * 64, 5, {"decode.gate": "off"}, {})
+BEATS = (StepEnd(0.0, 0), StepEnd(20.0, 0), StepEnd(30.0, 4), StepEnd(45.0, 1))
 
 
-def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -> Report:
+def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -> RequestReport:
     spec = Spec(cycles, 60, 6, 2.5, (2, 1, 1), (3, 2), 0)
     host = e2e - sum(phases.values())
     timings = Timings(e2e / 4, e2e / 2, 3 * e2e / 4, e2e, 50.0, {**phases, "host": host})
-    return Report(finish, 10, 0, spec, timings, {}, "", ())
+    return RequestReport(finish, 10, 0, spec, timings, {}, "", ())
 
 
-def runs(*reports: Report, answers: tuple[tuple[int, ...], ...] = ()) -> list[Run]:
+def runs(*reports: RequestReport, answers: tuple[tuple[int, ...], ...] = ()) -> list[ProfileRun]:
     """One run for each report. All have the same answer unless `answers` are given."""
     return [
-        Run(one, answer, BEATS)
+        ProfileRun(one, answer, BEATS)
         for one, answer in zip(reports, answers or ((1, 2),) * len(reports), strict=True)
     ]
 
@@ -165,7 +165,7 @@ def test_what_a_reader_should_know_is_said() -> None:
 # ---- soaks
 
 
-def long(*cycle_ms: float) -> tuple[list[Run], list[tuple[float, float]]]:
+def long(*cycle_ms: float) -> tuple[list[ProfileRun], list[tuple[float, float]]]:
     """For each of these times per cycle, a run of four cycles, and its beginning and end in
     seconds: the first begins at 100 s, each lasts 10 s, and the next begins 1 s later.
     """
@@ -223,7 +223,9 @@ def test_a_soak_is_kept_as_json_with_and_without_sensors(sensors: bool) -> None:
 def test_versions_may_differ_and_nothing_else() -> None:
     assert SUBJECT.differs(replace(SUBJECT, version="2")) == []
     settings = {"decode.gate": "on", "x": "1"}
-    other = Subject("1", "r" * 64, "cuda", "GPU", "s" * 64, 6, settings, {"power mode": "MAXN"})
+    other = ProfileSubject(
+        "1", "r" * 64, "cuda", "GPU", "s" * 64, 6, settings, {"power mode": "MAXN"}
+    )
     assert SUBJECT.differs(other) == [
         "package pppppppppppp, now rrrrrrrrrrrr",
         "engine ort, now cuda",

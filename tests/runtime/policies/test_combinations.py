@@ -13,13 +13,13 @@ from support.thinking_models import Asked, after, oracle, run, thinker
 
 from thor_dflash.config.tree import DraftConfig
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
-from thor_dflash.runtime.decoding.block import Block, Policy, Progress, Relaxed
-from thor_dflash.runtime.decoding.loop import Plan, decode
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
-from thor_dflash.runtime.decoding.telemetry import Meter
+from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Policy
+from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
-from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
-from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
+from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
+from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 
 LAWFUL = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -33,21 +33,21 @@ class Masked:
     NEVER. As with a grammar, the mask of a row depends on the tokens before it alone.
     """
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         words = np.full((thinker().model.block, 16), -1, np.int32)
         start = max(0, 16 - len(progress.tokens))
         words[start:] = 0x55555555
         words[start:, -1] |= np.int32(-(2**31))  # the last id, which is NEVER
         return replace(block, mask=lambda: words)
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
-def gate(seed: int) -> Gate:
+def gate(seed: int) -> SpeculationGate:
     """A gate with a random clock, so that it opens and shuts at random."""
     rng, now = np.random.default_rng(seed), [0.0]
 
@@ -55,14 +55,14 @@ def gate(seed: int) -> Gate:
         now[0] += rng.exponential()
         return now[0]
 
-    rule = Rule(pause=2, upkeep=1.0, plain=1, warmup=1, sustain=1)
-    return Gate(Costs(), clock, rule)
+    rule = GateRule(pause=2, upkeep=1.0, plain=1, warmup=1, sustain=1)
+    return SpeculationGate(StepCosts(), clock, rule)
 
 
 def proposer(kind: str, truth: Sequence[int], seed: int) -> Proposer:
     draft = DraftConfig(context=seed % 3 * 20, seed=seed % 2 * 17, window=seed % 5 // 4 * 20)
     return {
-        "real": Dflash(draft),
+        "real": DflashDrafter(draft),
         "oracle": oracle(truth),
         "dead": DEAD,
         "erring": erring(truth, 0.2, seed),
@@ -73,11 +73,11 @@ def policies(on: frozenset[str], it: Asked, limit: int, long: bool, seed: int) -
     made: list[Policy] = []
     if on & {"budget", "soft"}:
         close = (5, 6, 7, 8) * 4 + (it.close, 9) if long else (it.close,)
-        soft = Soft(limit // 2, 4.0) if "soft" in on else None
-        made.append(Budget(limit, close, soft))
+        soft = SoftClose(limit // 2, 4.0) if "soft" in on else None
+        made.append(ThinkingBudget(limit, close, soft))
     if "relaxed" in on:
         rule = LOG_MARGIN if seed % 2 else PROBABILITY_DELTA
-        made.append(RelaxedThinking(Relaxed(rule=rule, top_k=9, margin=0.7, close=it.close)))
+        made.append(RelaxedThinking(AcceptRule(rule=rule, top_k=9, margin=0.7, close=it.close)))
     if "gate" in on:
         made.append(gate(seed))
     if "mask" in on:
@@ -122,7 +122,7 @@ def test_strict_parts_are_those_of_plain_decoding(
 ) -> None:  # fmt: skip
     it = asked(close, length, thinks, seed)
     limit = min(limit, COUNT - 20)
-    truth, _ = run(it, Nobody(), policies(on - {"gate"}, it, limit, long, seed))
+    truth, _ = run(it, NoDrafter(), policies(on - {"gate"}, it, limit, long, seed))
     got, report = run(it, proposer(kind, truth, seed), policies(on, it, limit, long, seed))
     assert len(got) == COUNT
     assert sum(part.committed for part in report.phases.values()) == COUNT
@@ -148,9 +148,9 @@ def test_dropped_steps_leave_no_trace(
     it = asked(close, length, thinks, seed)
     limit = min(limit, COUNT - 20)
     on = on - {"relaxed"}
-    truth, _ = run(it, Nobody(), policies(on - {"gate"}, it, limit, long, seed))
+    truth, _ = run(it, NoDrafter(), policies(on - {"gate"}, it, limit, long, seed))
     s = thinker()
-    plan = Plan(
+    plan = DecodeRequest(
         prompt=it.prompt,
         max_tokens=COUNT,
         stop=(),
@@ -158,8 +158,8 @@ def test_dropped_steps_leave_no_trace(
         policies=tuple(policies(on, it, limit, long, seed)),
         marks=it.marks,
     )
-    progress, got = Progress(plan.prompt, plan.marks), list[int]()
-    for chunk in decode(s.model, plan, progress, Meter(16, s.model.engine.busy())):
+    progress, got = DecodeProgress(plan.prompt, plan.marks), list[int]()
+    for chunk in decode(s.model, plan, progress, RequestMeter(16, s.model.engine.busy())):
         got += chunk.tokens
         if got:
             s.model.write_tokens([seed + i for i in range(16)])

@@ -10,9 +10,9 @@ from support.thinking_models import Asked, after, run
 from thor_dflash.config.tree import DraftConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.block import Block, Progress
-from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request, Session
 
 IT = Asked(239, length=120, max_tokens=40)
@@ -25,7 +25,7 @@ OPTIONS = [
 
 def drafts(s: Session, config: DraftConfig, tokens: tuple[int, ...]) -> Array:
     """The first block drafted after a prompt."""
-    model, proposer = s.model, Dflash(config)
+    model, proposer = s.model, DflashDrafter(config)
     model.state.reset()
     rows = tokens[:-1]
     first = proposer.begin(model, len(rows))
@@ -33,7 +33,7 @@ def drafts(s: Session, config: DraftConfig, tokens: tuple[int, ...]) -> Array:
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
         model.prefill(part, observe=start + len(part) > first)
-    proposal = proposer.propose(model, Progress(tokens), Block(cap=16))
+    proposal = proposer.propose(model, DecodeProgress(tokens), Block(cap=16))
     model.draft(Block(cap=16), proposal.calls)
     return model.read("tokens")
 
@@ -41,7 +41,7 @@ def drafts(s: Session, config: DraftConfig, tokens: tuple[int, ...]) -> Array:
 @pytest.mark.parametrize("config", OPTIONS, ids=str)
 def test_no_option_changes_a_token(config: DraftConfig) -> None:
     truth = after(IT.prompt, 40)
-    got, report = run(IT, Dflash(config))
+    got, report = run(IT, DflashDrafter(config))
     assert got == truth
     assert report.spec.drafted > 0
 
@@ -81,13 +81,13 @@ def test_a_context_reaches_no_further_back_than_the_seed() -> None:
 
 def test_a_seed_spares_the_chunks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     s, seen = session(), []
-    inner = Model.prefill
+    inner = ModelRunner.prefill
 
-    def prefill(model: Model, tokens: tuple[int, ...], observe: bool) -> None:
+    def prefill(model: ModelRunner, tokens: tuple[int, ...], observe: bool) -> None:
         seen.append(observe)
         inner(model, tokens, observe)
 
-    monkeypatch.setattr(Model, "prefill", prefill)
+    monkeypatch.setattr(ModelRunner, "prefill", prefill)
     drafts(s, DraftConfig(seed=40), prompt(130, 5))
     assert seen == [False, False, True, True, True], "129 rows in chunks of 32, the last 40 wanted"
 

@@ -10,7 +10,7 @@ from thor_dflash.builders.model_card import make_card
 from thor_dflash.config.tree import CLOSING_MESSAGE, BudgetConfig, CardConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import ModelCard
-from thor_dflash.runtime.policies.effort import Envelope, effort, envelope
+from thor_dflash.runtime.policies.effort import TokenLimits, effort_tokens, resolve_limits
 
 CARD = make_card(CardConfig(), 262144)
 
@@ -35,22 +35,22 @@ def test_the_card_of_a_small_model_and_one_with_given_tiers() -> None:
 @pytest.mark.parametrize(
     ("config", "max_tokens", "want"),
     [
-        (BudgetConfig(tokens=100), 32768, Envelope(100, 4196)),
-        (BudgetConfig(tokens=0), 32768, Envelope(0, 4096)),
-        (BudgetConfig(tokens=100), 1000, Envelope(100, 1000)),  # the card's reply is cut
-        (BudgetConfig(tokens=100, reply=500), 550, Envelope(50, 550)),  # here thinking is cut
-        (BudgetConfig(tokens=100, reply=500), 32768, Envelope(100, 600)),
-        (BudgetConfig(effort="low"), 32768, Envelope(3584, 7680)),
-        (BudgetConfig(effort="minimal"), 32768, Envelope(3584, 7680)),
-        (BudgetConfig(effort="high"), 32768, Envelope(28672, 32768)),
-        (BudgetConfig(effort="max"), 32768, Envelope(28672, 32768)),
-        (BudgetConfig(effort="medium"), 8192, Envelope(4096, 8192)),
-        (BudgetConfig(effort="max", tokens=7), 32768, Envelope(7, 4103)),
-        (BudgetConfig(tokens=5, reply=21), 26, Envelope(5, 26)),
+        (BudgetConfig(tokens=100), 32768, TokenLimits(100, 4196)),
+        (BudgetConfig(tokens=0), 32768, TokenLimits(0, 4096)),
+        (BudgetConfig(tokens=100), 1000, TokenLimits(100, 1000)),  # the card's reply is cut
+        (BudgetConfig(tokens=100, reply=500), 550, TokenLimits(50, 550)),  # here thinking is cut
+        (BudgetConfig(tokens=100, reply=500), 32768, TokenLimits(100, 600)),
+        (BudgetConfig(effort="low"), 32768, TokenLimits(3584, 7680)),
+        (BudgetConfig(effort="minimal"), 32768, TokenLimits(3584, 7680)),
+        (BudgetConfig(effort="high"), 32768, TokenLimits(28672, 32768)),
+        (BudgetConfig(effort="max"), 32768, TokenLimits(28672, 32768)),
+        (BudgetConfig(effort="medium"), 8192, TokenLimits(4096, 8192)),
+        (BudgetConfig(effort="max", tokens=7), 32768, TokenLimits(7, 4103)),
+        (BudgetConfig(tokens=5, reply=21), 26, TokenLimits(5, 26)),
     ],
 )
-def test_lengths(config: BudgetConfig, max_tokens: int, want: Envelope) -> None:
-    assert envelope(config, CARD, 20, max_tokens) == want
+def test_lengths(config: BudgetConfig, max_tokens: int, want: TokenLimits) -> None:
+    assert resolve_limits(config, CARD, 20, max_tokens) == want
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_lengths_that_leave_no_room(
     config: BudgetConfig, max_tokens: int, card: ModelCard, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
-        envelope(config, card, 20, max_tokens)
+        resolve_limits(config, card, 20, max_tokens)
 
 
 def test_every_effort_but_none_is_a_tier() -> None:
-    found = [effort(n, CARD) for n in ("minimal", "low", "medium", "high", "x-high", "max")]
+    found = [effort_tokens(n, CARD) for n in ("minimal", "low", "medium", "high", "x-high", "max")]
     assert found == sorted(found)

@@ -18,12 +18,12 @@ from thor_dflash.plugins.accept.reference import (
     reference,
 )
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.runtime.decoding.block import Block, Progress, Relaxed
-from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody
+from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress
+from thor_dflash.runtime.decoding.proposers import CallableDrafter, DflashDrafter, NoDrafter
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 
 NEVER = 511
-ANYTHING = Relaxed(rule=LOG_MARGIN, top_k=512, margin=1e9, close=NEVER)
+ANYTHING = AcceptRule(rule=LOG_MARGIN, top_k=512, margin=1e9, close=NEVER)
 
 
 def accepted(logits: list[float], draft: int, **given: float) -> bool:
@@ -96,17 +96,17 @@ def test_stop_and_strict_ids_are_never_near(rule: int) -> None:
 # --- where
 
 
-def wild(seed: int, close_at: int | None = None) -> Guess:
+def wild(seed: int, close_at: int | None = None) -> CallableDrafter:
     """Random drafts; the one at `close_at`, if given, is the closing mark."""
 
-    def guess(progress: Progress) -> list[int]:
+    def guess(progress: DecodeProgress) -> list[int]:
         rng = np.random.default_rng((seed, len(progress.tokens)))
         made = [int(t) for t in rng.integers(0, 240, 15)]
         if close_at is not None:
             made[close_at] = NEVER
         return made
 
-    return Guess(guess)
+    return CallableDrafter(guess)
 
 
 def answer_of(tokens: list[int], close: int) -> int:
@@ -151,7 +151,7 @@ def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
     close, truth = natural(at)
     it = Asked(close)
     # So wide a margin that some wrong drafts are near misses, in the answer as in the thoughts.
-    relaxed = Relaxed(rule=LOG_MARGIN, top_k=512, margin=4.0, close=close)
+    relaxed = AcceptRule(rule=LOG_MARGIN, top_k=512, margin=4.0, close=close)
     for seed in range(6):
         got, _ = run(it, erring(truth, 0.3, seed), [RelaxedThinking(relaxed)])
         start = answer_of(got, close)
@@ -162,7 +162,7 @@ def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
 def test_a_prompt_that_does_not_think_is_untouched() -> None:
     it = Asked(NEVER, thinks=False)
     policy = [RelaxedThinking(ANYTHING)]
-    for proposer in (wild(2), Dflash()):
+    for proposer in (wild(2), DflashDrafter()):
         strict, plain = run(it, proposer)
         loose, report = run(it, proposer, policy)
         assert loose == strict
@@ -175,12 +175,12 @@ def test_what_was_not_drafted_is_not_accepted() -> None:
     it = Asked(NEVER)
     truth = after(it.prompt, 60)
     short = drafts(lambda n: truth[n : n + 3])
-    for proposer in (Nobody(), short):
+    for proposer in (NoDrafter(), short):
         assert run(it, proposer, [RelaxedThinking(ANYTHING)])[0] == truth
 
 
 def test_committed_tokens_decide_the_phase() -> None:
-    progress = Progress((1, 241), Asked(NEVER).marks)
+    progress = DecodeProgress((1, 241), Asked(NEVER).marks)
     policy = RelaxedThinking(ANYTHING)
     block = Block(cap=16)
     assert policy.shape(progress, block).relaxed == ANYTHING
@@ -188,7 +188,7 @@ def test_committed_tokens_decide_the_phase() -> None:
     assert policy.shape(progress, block.undrafted("x")).relaxed.rule == STRICT
     progress.commit([5, NEVER])
     assert policy.shape(progress, block) is block
-    again = Progress((1,), Asked(NEVER).marks)
+    again = DecodeProgress((1,), Asked(NEVER).marks)
     assert policy.shape(again, block) is block
     again.commit([241])
     assert policy.shape(again, block).relaxed == ANYTHING
@@ -199,5 +199,5 @@ def test_a_k_of_one_and_a_margin_of_zero_are_strict() -> None:
     truth = after(it.prompt, 60)
     for rule in (LOG_MARGIN, PROBABILITY_DELTA):
         for k, margin in ((1, 1e9), (512, 0.0)):
-            policy = RelaxedThinking(Relaxed(rule=rule, top_k=k, margin=margin, close=NEVER))
+            policy = RelaxedThinking(AcceptRule(rule=rule, top_k=k, margin=margin, close=NEVER))
             assert run(it, erring(truth, 0.2, 1), [policy])[0] == truth

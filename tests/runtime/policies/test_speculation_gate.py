@@ -11,11 +11,16 @@ from support.loop_models import session
 from support.thinking_models import Asked, after, run, thinker
 
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress
-from thor_dflash.runtime.decoding.model_runner import Model
-from thor_dflash.runtime.decoding.proposers import Dflash, Guess, Nobody, Proposal
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import (
+    CallableDrafter,
+    DflashDrafter,
+    NoDrafter,
+    Proposal,
+)
 from thor_dflash.runtime.engines.protocol import Call
-from thor_dflash.runtime.policies.speculation_gate import Costs, Gate, Rule
+from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 
 PLAIN = 1.0
 """Cost of a plain step, which is the unit of time here."""
@@ -33,14 +38,14 @@ class World:
     catch_up: float = 0.3
     now: float = 0.0
     behind: bool = False
-    costs: Costs = field(default_factory=Costs)
+    costs: StepCosts = field(default_factory=StepCosts)
 
     def request(self, tokens: int) -> tuple[float, list[bool]]:
         """Simulate a request. Return its time relative to plain decoding, and for each step whether
         it was drafted.
         """
-        gate = Gate(self.costs, lambda: self.now, Rule())
-        progress, start, steps, plain = Progress((1,)), self.now, [], 0.0
+        gate = SpeculationGate(self.costs, lambda: self.now, GateRule())
+        progress, start, steps, plain = DecodeProgress((1,)), self.now, [], 0.0
         while len(progress.tokens) < tokens:
             n = len(progress.tokens)
             block = gate.shape(progress, Block(cap=16))
@@ -65,7 +70,7 @@ def test_a_dead_drafter_costs_3_percent_or_the_allowed_loss(cost: float, tokens:
     ratio, _ = world.request(tokens)
     # Until the gate shuts, a request may lose `loss` plain steps and one cycle more; from then on,
     # trials may take 1.5 % of the time.
-    assert ratio <= 1.03 or (ratio - 1) * tokens <= Rule().loss + cost + 0.015 * tokens
+    assert ratio <= 1.03 or (ratio - 1) * tokens <= GateRule().loss + cost + 0.015 * tokens
     if tokens == 2000 or (tokens == 400 and cost <= 1.35):
         assert ratio <= 1.03
 
@@ -75,7 +80,7 @@ def test_a_drafter_too_dear_for_its_hits(cost: float) -> None:
     world = World(lambda n: cost, lambda n: 3)
     world.request(100)
     ratio, steps = world.request(4000)
-    assert (ratio - 1) * 4000 <= Rule().loss + cost + 0.015 * 4000
+    assert (ratio - 1) * 4000 <= GateRule().loss + cost + 0.015 * 4000
     assert sum(steps) < 0.05 * len(steps)
 
 
@@ -152,14 +157,14 @@ def test_a_slow_first_cycle_does_not_shut_the_gate(cold: float, agreed: int) -> 
     costs = iter([cold])
     world = World(lambda n: next(costs, 1.35), lambda n: agreed)
     _, steps = world.request(600)
-    assert steps.count(False) == Rule().plain
+    assert steps.count(False) == GateRule().plain
     assert all(world.request(600)[1])
 
 
 @pytest.mark.parametrize("cost", [1.1, 1.35, 3.0, 10.0])
 def test_measuring_a_dead_drafter_costs_three_cycles_more(cost: float) -> None:
     ratio, _ = World(lambda n: cost, lambda n: 0).request(400)
-    assert (ratio - 1) * 400 <= Rule().loss + 4 * cost + 0.015 * 400
+    assert (ratio - 1) * 400 <= GateRule().loss + 4 * cost + 0.015 * 400
 
 
 def test_a_context_that_grows_does_not_shut_the_gate() -> None:
@@ -172,13 +177,13 @@ def test_a_context_that_grows_does_not_shut_the_gate() -> None:
 
 
 def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
-    costs = Costs()
+    costs = StepCosts()
     for seconds in (1.35, 1.35):
         costs.drafted(seconds)
     for _ in range(3):
         costs.plain(1.0)
     now = [0.0]
-    gate, progress = Gate(costs, lambda: now[0], Rule()), Progress((1,))
+    gate, progress = SpeculationGate(costs, lambda: now[0], GateRule()), DecodeProgress((1,))
     for _ in range(60):
         forced = gate.shape(progress, Block(cap=16).forcing([5] * 3, "x"))
         assert forced.draft
@@ -197,15 +202,15 @@ def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
 class Sixes:
     """A policy that forces six ids out of seven once the drafts are known, as a grammar does."""
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         n = len(progress.tokens)
         forced = tuple(5 if (n + i) % 7 < 6 else -1 for i in range(16))
         return replace(block, look=lambda tokens, block: replace(block, forced=forced))
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -215,19 +220,21 @@ def test_ids_that_a_look_forces_do_not_count_as_agreed_drafts(right: bool) -> No
     right.
     """
     asked, now, drafted = Asked(511, max_tokens=175), [0.0], list[int]()
-    truth, plain = run(asked, Nobody(), [Sixes()])
+    truth, plain = run(asked, NoDrafter(), [Sixes()])
 
     def clock() -> float:
         now[0] += 1.0
         return now[0]
 
-    def guess(progress: Progress) -> list[int]:
+    def guess(progress: DecodeProgress) -> list[int]:
         now[0] += 0.5
         n = len(progress.tokens)
         drafted.append(n)
         return [(t + (not right)) % 512 for t in (truth[n:] + [9] * 15)[:15]]
 
-    got, report = run(asked, Guess(guess), [Gate(Costs(), clock, Rule()), Sixes()])
+    got, report = run(
+        asked, CallableDrafter(guess), [SpeculationGate(StepCosts(), clock, GateRule()), Sixes()]
+    )
     assert got == truth
     assert (plain.spec.cycles, report.spec.accepted > 0) == (25, right)
     assert len(drafted) == report.spec.cycles - 3 if right else len(drafted) < 12
@@ -243,14 +250,14 @@ class Every:
     period: int
     seen: list[int] = field(default_factory=list)
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         self.seen.append(1)
         return block if len(self.seen) % self.period == 0 else block.undrafted("test")
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -260,22 +267,22 @@ class Eager:
     catching up later.
     """
 
-    inner: Dflash = field(default_factory=Dflash)
+    inner: DflashDrafter = field(default_factory=DflashDrafter)
 
-    def begin(self, model: Model, rows: int) -> int:
+    def begin(self, model: ModelRunner, rows: int) -> int:
         return self.inner.begin(model, rows)
 
-    def propose(self, model: Model, progress: Progress, block: Block) -> Proposal:
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         return self.inner.propose(model, progress, block.undrafted("test"))
 
-    def observe(self, model: Model, block: Block) -> Sequence[Call]:
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         return (model.call("observe"),)
 
-    def committed(self, model: Model, block: Block, count: int) -> None:
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         pass
 
 
-def rings(model: Model) -> dict[str, bytes]:
+def rings(model: ModelRunner) -> dict[str, bytes]:
     """The rows of the drafter's rings that a query at the present length may see, oldest first."""
     found: dict[str, bytes] = {}
     for name, array in model.state.snapshot().arrays.items():
@@ -294,7 +301,7 @@ def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: 
     it = Asked(239, max_tokens=tokens, length=40)
     eager, _ = run(it, Eager(), s=s)
     want = rings(s.model)
-    deferred, _ = run(it, Dflash(), [Every(10**6)], s=s)
+    deferred, _ = run(it, DflashDrafter(), [Every(10**6)], s=s)
     assert deferred == eager
     assert sum(len(rows) for rows in s.model.state.behind) == tokens
     assert rings(s.model) != want
@@ -307,7 +314,7 @@ def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: 
 def test_leaving_blocks_out_changes_no_token(period: int) -> None:
     it = Asked(239, max_tokens=100)
     truth = after(it.prompt, 100)
-    got, report = run(it, Dflash(), [Every(period)])
+    got, report = run(it, DflashDrafter(), [Every(period)])
     assert got == truth
     gated = [n for n in report.notes if n.what == "gated"]
     assert sum(n.cycles for n in gated) == report.spec.cycles - report.spec.cycles // period
@@ -318,11 +325,11 @@ def test_leaving_blocks_out_changes_no_token(period: int) -> None:
 
 def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
     s, it = thinker(), Asked(239, max_tokens=40)
-    run(it, Dflash(), [Every(10**6)])
+    run(it, DflashDrafter(), [Every(10**6)])
     here = s.model.state.snapshot()
     s.model.catch_up()
     want = rings(s.model)
-    run(Asked(239, seed=9), Dflash())
+    run(Asked(239, seed=9), DflashDrafter())
     s.model.state.restore(here)
     s.model.catch_up()
     assert rings(s.model) == want
@@ -330,7 +337,7 @@ def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
 
 def test_the_next_request_does_not_inherit_what_was_left_to_see() -> None:
     s = thinker()
-    run(Asked(239, max_tokens=40), Dflash(), [Every(10**6)])
+    run(Asked(239, max_tokens=40), DflashDrafter(), [Every(10**6)])
     assert s.model.state.behind
     s.model.state.reset()
     assert s.model.state.behind == []

@@ -11,9 +11,9 @@ from support.loop_models import DEAD, erring
 from support.thinking_models import Asked, after, first_seen, oracle, run, thinker
 
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.policies.thinking_budget import Budget, Soft
+from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 
 NEVER = 511
 """An id this model does not say by itself."""
@@ -47,7 +47,7 @@ def asked(limit: int) -> Asked:
 
 
 def proposers(truth: list[int]) -> list[Proposer]:
-    return [Nobody(), Dflash(), oracle(truth), DEAD, erring(truth, 0.2, 3)]
+    return [NoDrafter(), DflashDrafter(), oracle(truth), DEAD, erring(truth, 0.2, 3)]
 
 
 @pytest.mark.parametrize("length", [1, 20])
@@ -57,7 +57,7 @@ def test_the_close_falls_anywhere_in_a_block(limit: int, length: int) -> None:
     want = by_hand(limit, close)
     assert len(want) == limit + REPLY
     for proposer in proposers(want):
-        got, report = run(asked(limit), proposer, [Budget(limit, close)])
+        got, report = run(asked(limit), proposer, [ThinkingBudget(limit, close)])
         assert got == want, proposer
         assert report.close == "hard"
 
@@ -66,8 +66,8 @@ def test_the_close_falls_anywhere_in_a_block(limit: int, length: int) -> None:
 def test_drafts_in_every_phase(length: int) -> None:
     close = message(length)
     want = by_hand(33, close)
-    for proposer in (Dflash(), oracle(want)):
-        _, report = run(asked(33), proposer, [Budget(33, close)])
+    for proposer in (DflashDrafter(), oracle(want)):
+        _, report = run(asked(33), proposer, [ThinkingBudget(33, close)])
         assert set(report.phases) == {"thinking", "closing", "answer"}
         assert all(part.drafted > 0 for part in report.phases.values())
     assert sum(part.cycles for part in report.phases.values()) == report.spec.cycles
@@ -79,7 +79,7 @@ def test_drafts_in_every_phase(length: int) -> None:
 
 def test_a_forced_block_is_noted_and_so_is_the_cut_before_it() -> None:
     close = message(20)
-    _, report = run(asked(20), oracle(by_hand(20, close)), [Budget(20, close)])
+    _, report = run(asked(20), oracle(by_hand(20, close)), [ThinkingBudget(20, close)])
     notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
     assert ("capped", "thinking budget", 1, 1) in notes
     assert ("forced", "thinking budget", 2, 2) in notes
@@ -87,7 +87,7 @@ def test_a_forced_block_is_noted_and_so_is_the_cut_before_it() -> None:
 
 def test_a_block_that_ends_where_the_budget_does_is_not_cut() -> None:
     close = message(20)
-    _, report = run(asked(16), oracle(by_hand(16, close)), [Budget(16, close)])
+    _, report = run(asked(16), oracle(by_hand(16, close)), [ThinkingBudget(16, close)])
     notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
     assert notes[0] == ("forced", "thinking budget", 1, 2)
 
@@ -102,7 +102,7 @@ def test_a_natural_close_makes_the_budget_inert(limit: int) -> None:
         assert plain[at] == close
         assert close not in plain[:at], "the prompt is another one, but not by then"
         for proposer in proposers(plain):
-            got, report = run(it, proposer, [Budget(limit, (close, 5, 6))])
+            got, report = run(it, proposer, [ThinkingBudget(limit, (close, 5, 6))])
             assert got == plain
             assert report.close == "natural"
             assert "closing" not in report.phases
@@ -116,9 +116,9 @@ def test_a_natural_close_just_after_comes_too_late() -> None:
     at = _new(20)
     close = (3, 4, thoughts()[at])
     it = Asked(close[-1], max_tokens=at + REPLY)
-    got, report = run(it, oracle(thoughts()), [Budget(at, close)])
+    got, report = run(it, oracle(thoughts()), [ThinkingBudget(at, close)])
     assert got[at : at + 3] == [*close]
-    assert got == run(it, Nobody(), [Budget(at, close)])[0]
+    assert got == run(it, NoDrafter(), [ThinkingBudget(at, close)])[0]
     assert report.close == "hard"
 
 
@@ -128,7 +128,7 @@ def test_a_message_that_the_last_thought_began_is_not_begun_twice() -> None:
     begin = [*thoughts()[:limit], 33, NEVER]
     want = [*begin, *after([*Asked(NEVER).prompt, *begin], REPLY - 2)]
     for proposer in proposers(want):
-        assert run(asked(limit), proposer, [Budget(limit, close)])[0] == want
+        assert run(asked(limit), proposer, [ThinkingBudget(limit, close)])[0] == want
 
 
 @pytest.mark.parametrize("said", [1, 15, 16, 17, 19])
@@ -137,13 +137,13 @@ def test_max_tokens_inside_the_message(said: int) -> None:
     want = by_hand(18, close)[: 18 + said]
     for proposer in proposers(want):
         it = Asked(NEVER, max_tokens=18 + said)
-        assert run(it, proposer, [Budget(18, close)])[0] == want
+        assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
 
 
 def test_a_stop_id_in_the_message_ends_the_request() -> None:
     # A stop id ends the request wherever it is committed, even as a part of the message.
     it = Asked(NEVER, max_tokens=60, stop=(18,))
-    got, _ = run(it, Nobody(), [Budget(5, message(4))])
+    got, _ = run(it, NoDrafter(), [ThinkingBudget(5, message(4))])
     assert got == [*thoughts()[:5], *message(4)[:-1]]
 
 
@@ -151,7 +151,7 @@ def test_without_thinking_nothing_happens() -> None:
     it = Asked(NEVER, thinks=False)
     plain = after(it.prompt, 60)
     for proposer in proposers(plain):
-        got, report = run(it, proposer, [Budget(3, message(4))])
+        got, report = run(it, proposer, [ThinkingBudget(3, message(4))])
         assert got == plain
         assert {"answer"} == set(report.phases)
 
@@ -159,7 +159,7 @@ def test_without_thinking_nothing_happens() -> None:
 def test_the_prompt_is_not_counted() -> None:
     for length in (3, 60, 200):
         it = Asked(NEVER, length=length, max_tokens=40)
-        got, _ = run(it, Dflash(), [Budget(11, (NEVER,))])
+        got, _ = run(it, DflashDrafter(), [ThinkingBudget(11, (NEVER,))])
         assert got[11] == NEVER
         assert len(got) == 40
 
@@ -184,7 +184,7 @@ def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
     it = Asked(NEVER, max_tokens=60)
     want = [*begin, *after([*it.prompt, *begin], 60 - len(begin))]
     for proposer in proposers(want):
-        budget = Budget(45, message(20), Soft(start, margin))
+        budget = ThinkingBudget(45, message(20), SoftClose(start, margin))
         got, report = run(it, proposer, [budget])
         assert got == want
         assert report.close == "soft"
@@ -194,7 +194,7 @@ def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
 def test_nothing_is_soft_after_the_close() -> None:
     """With so wide a margin any soft row closes thinking; a soft row of the answer would, too."""
     it = Asked(NEVER, max_tokens=50)
-    got, _ = run(it, oracle(thoughts()), [Budget(45, message(4), Soft(7, 1e9))])
+    got, _ = run(it, oracle(thoughts()), [ThinkingBudget(45, message(4), SoftClose(7, 1e9))])
     begin = [*thoughts()[:7], NEVER]
     assert got == [*begin, *after([*it.prompt, *begin], 42)]
 
@@ -204,8 +204,8 @@ def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
     """With so wide a margin a soft row after the mark, in the same block, would close again."""
     at = _new(at)
     it = Asked(thoughts()[at], max_tokens=50)
-    for proposer in (Nobody(), oracle(thoughts())):
-        got, report = run(it, proposer, [Budget(45, (NEVER,), Soft(at + 1, 1e9))])
+    for proposer in (NoDrafter(), oracle(thoughts())):
+        got, report = run(it, proposer, [ThinkingBudget(45, (NEVER,), SoftClose(at + 1, 1e9))])
         assert got == thoughts()[:50]
         assert report.close == "natural"
         assert "soft" not in {note.what for note in report.notes}
@@ -213,7 +213,9 @@ def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
 
 def test_a_margin_of_nothing_changes_nothing() -> None:
     want = by_hand(20, message(4))
-    got, report = run(asked(20), Dflash(), [Budget(20, message(4), Soft(0, 0.0))])
+    got, report = run(
+        asked(20), DflashDrafter(), [ThinkingBudget(20, message(4), SoftClose(0, 0.0))]
+    )
     assert got == want
     assert report.close == "hard"
 
@@ -229,8 +231,8 @@ def test_the_state_after_a_close_is_that_of_the_same_tokens_one_by_one() -> None
         kept = [n for n in arrays if n.endswith((".state", ".tail")) or n.startswith("attention")]
         return {name: arrays[name].tobytes() for name in kept}
 
-    run(asked(23), Dflash(), [Budget(23, close)])
+    run(asked(23), DflashDrafter(), [ThinkingBudget(23, close)])
     drafted = state()
     it = Asked(NEVER, max_tokens=len(want))
-    assert run(it, Nobody(), [Budget(0, tuple(want))])[0] == want
+    assert run(it, NoDrafter(), [ThinkingBudget(0, tuple(want))])[0] == want
     assert state() == drafted

@@ -28,10 +28,10 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
-from thor_dflash.runtime.decoding.block import Relaxed
+from thor_dflash.runtime.decoding.block import AcceptRule
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.session.admission import Desk
+from thor_dflash.runtime.session.admission import Admission
 
 TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}"
 
@@ -81,9 +81,9 @@ def session(package: Path) -> Iterator[Session]:
 
 
 def chat(s: Session, thinking: bool = True) -> tuple[int, ...]:
-    assert s.text
-    text = s.text.render([{"role": "user", "content": "put the cup away"}], thinking)
-    return tuple(s.text.encode(text))
+    assert s.tokenizer
+    text = s.tokenizer.render([{"role": "user", "content": "put the cup away"}], thinking)
+    return tuple(s.tokenizer.encode(text))
 
 
 def answer(s: Session, **asked: object) -> list[int]:
@@ -102,9 +102,9 @@ CLOSE = len(CLOSING_MESSAGE.encode()) - len("</think>") + 1
 
 def test_a_budget_closes_with_the_hint_and_keeps_the_reply(session: Session) -> None:
     got = answer(session, max_tokens=200, budget=BudgetConfig(tokens=30), stop=frozenset())
-    assert session.text
+    assert session.tokenizer
     assert len(got) == 30 + 150
-    assert tuple(got[30 : 30 + CLOSE]) == tuple(session.text.encode(CLOSING_MESSAGE))
+    assert tuple(got[30 : 30 + CLOSE]) == tuple(session.tokenizer.encode(CLOSING_MESSAGE))
     assert session.report().close == "hard"
     assert session.report().finish == "length"
     plain = answer(
@@ -116,8 +116,8 @@ def test_a_budget_closes_with_the_hint_and_keeps_the_reply(session: Session) -> 
 def test_a_message_of_ones_own(session: Session) -> None:
     budget = BudgetConfig(tokens=9, message="enough.</think>")
     got = answer(session, max_tokens=100, budget=budget)
-    assert session.text
-    assert session.text.decode(got[9:17]) == "enough.</think>"
+    assert session.tokenizer
+    assert session.tokenizer.decode(got[9:17]) == "enough.</think>"
 
 
 def test_thinking_off_is_without_budget(session: Session) -> None:
@@ -150,8 +150,8 @@ def test_what_the_options_of_relaxed_acceptance_come_to(
     session: Session, config: RelaxedConfig, rule: int, k: int, margin: float
 ) -> None:
     request = Request(prompt=chat(session), max_tokens=9, stop=frozenset({7}), relaxed=config)
-    want = Relaxed(rule=rule, top_k=k, margin=margin, close=CLOSES, never=(STOP, *TOOLS))
-    admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
+    want = AcceptRule(rule=rule, top_k=k, margin=margin, close=CLOSES, never=(STOP, *TOOLS))
+    admitted = Admission(session.model, session.tokenizer, time.perf_counter).admit(request)
     assert admitted.policies == (RelaxedThinking(want),)
 
 
@@ -159,7 +159,7 @@ def test_what_the_options_of_relaxed_acceptance_come_to(
 def test_marks_are_never_accepted_as_near_misses(session: Session, draft: int) -> None:
     config = RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, relaxed=config)
-    admitted = Desk(session.model, session.text, time.perf_counter).admit(request)
+    admitted = Admission(session.model, session.tokenizer, time.perf_counter).admit(request)
     list(session.run(request, drafts(lambda n: [draft] * 15), admitted.policies))
     taken = session.report().phases["thinking"].relaxed
     assert taken > 30 if draft == 9 else taken == 0
@@ -171,7 +171,7 @@ def test_stop_ids_of_the_request_are_strict_without_a_strict_slot(
 ) -> None:
     own, config = tuple(range(count)), RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, stop=frozenset(own), relaxed=config)
-    (made,) = Desk(session.model, session.text, time.perf_counter).admit(request).policies
+    (made,) = Admission(session.model, session.tokenizer, time.perf_counter).admit(request).policies
     assert isinstance(made, RelaxedThinking)
     placed = RelaxedThinking(replace(made.relaxed, never=(*own, STOP, *TOOLS)[:8]))
     said: list[object] = []

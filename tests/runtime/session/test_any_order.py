@@ -27,13 +27,13 @@ from thor_dflash.config.tree import BudgetConfig, DraftConfig, EngineConfig, Rel
 from thor_dflash.core.errors import RequestError, TransactionError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.proposers import Nobody, Proposer
+from thor_dflash.runtime.decoding.proposers import NoDrafter, Proposer
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session import Chunk, Report, Request, Session, open_session
-from thor_dflash.runtime.session.admission import Desk
+from thor_dflash.runtime.session import Request, RequestReport, Session, TokenChunk, open_session
+from thor_dflash.runtime.session.admission import Admission
 from thor_dflash.runtime.text.thinking import Marks
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 CHUNK, CAPACITY = 16, 160
 SCHEMAS = (constrained_model.PLAN, constrained_model.SMALL, {"enum": [1, "a", None]})
@@ -47,7 +47,7 @@ def opened(name: str) -> Session:
     return open_session(package, EngineConfig(threads=1, capacity=CAPACITY), Silent())
 
 
-def text() -> Text:
+def text() -> Tokenizer:
     found = opened("plain").text
     assert found is not None
     return found
@@ -132,7 +132,7 @@ def drafter(kind: str, truth: Sequence[int], rows: int) -> Proposer:
         "few": lambda ahead: ahead[: int(rng.integers(4))],
         "wild": lambda ahead: [int(t) for t in rng.integers(0, 1280, 2 * rows)],
     }
-    return drafts(lambda n: guesses[kind](truth[n : n + rows])) if kind in guesses else Nobody()
+    return drafts(lambda n: guesses[kind](truth[n : n + rows])) if kind in guesses else NoDrafter()
 
 
 # ---- plain decoding
@@ -253,7 +253,7 @@ def breaking(at: int) -> Generator[None]:
         yield
 
 
-def adds_up(report: Report, shown: int) -> None:
+def adds_up(report: RequestReport, shown: int) -> None:
     spec, parts, times = report.spec, report.phases.values(), report.timings
     done = report.completion_tokens
     assert done == shown + (report.finish == "stop")
@@ -273,7 +273,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left: dict[str, Iterator[Chunk]] = {}
+        self.left: dict[str, Iterator[TokenChunk]] = {}
         for name in "ab":
             for prefix in opened(name).prefixes.list():
                 opened(name).prefixes.drop(prefix.name)
@@ -293,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("ab"), asked=ASKED, kind=KINDS, at=st.integers(1, 150))
     def fail(self, name: str, asked: Asked, kind: str, at: int) -> None:
         """An engine that fails ends a request, and changes nothing that was answered."""
-        chunks, got = self.admitted(name, asked, kind), list[Chunk]()
+        chunks, got = self.admitted(name, asked, kind), list[TokenChunk]()
         with breaking(at):
             try:
                 for chunk in chunks:
@@ -320,11 +320,11 @@ class AnyOrder(RuleBasedStateMachine):
             after = found[len(q.prompt) - 1 : -1, : opened(name).manifest.vocab_limit]
             assert after.argmax(axis=1).tolist() == out
 
-    def admitted(self, name: str, asked: Asked, kind: str) -> Iterator[Chunk]:
+    def admitted(self, name: str, asked: Asked, kind: str) -> Iterator[TokenChunk]:
         """Begin a request; an empty iterator if it is refused."""
         s, q = opened(name), asked.request(opened(name))
         try:
-            admitted = Desk(s.model, s.text, perf_counter).admit(q)
+            admitted = Admission(s.model, s.tokenizer, perf_counter).admit(q)
             s.check(q)
         except RequestError:
             return iter(())
@@ -336,7 +336,7 @@ class AnyOrder(RuleBasedStateMachine):
             chunks = s.run(own, made, (*admitted.policies, *s.constrain(q)))
         return self.first(name, chunks)
 
-    def first(self, name: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def first(self, name: str, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
         """The chunks; after the first, a request that was left has lost the state."""
         for chunk in chunks:
             self.lost(name)
@@ -347,7 +347,7 @@ class AnyOrder(RuleBasedStateMachine):
             with pytest.raises(TransactionError):
                 next(chunks)
 
-    def compare(self, asked: Asked, got: Sequence[Chunk]) -> None:
+    def compare(self, asked: Asked, got: Sequence[TokenChunk]) -> None:
         tokens, finish = [t for c in got for t in c.tokens], "".join(c.finish for c in got)
         if not got:
             return
@@ -361,7 +361,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert tokens == (shown if finish else shown[: len(tokens)])
         assert finish in ("", why)
 
-    def ended(self, name: str, chunks: Iterator[Chunk], got: Sequence[Chunk]) -> None:
+    def ended(self, name: str, chunks: Iterator[TokenChunk], got: Sequence[TokenChunk]) -> None:
         if got[-1].finish:
             assert list(chunks) == []
         else:

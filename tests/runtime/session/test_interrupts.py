@@ -8,8 +8,8 @@ from support.loop_models import DEAD, answer, oracle, prompt, session
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
-from thor_dflash.runtime.decoding.block import Block, Progress
-from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.engines.protocol import Tensor
 from thor_dflash.runtime.session import Request, Session
 
@@ -30,13 +30,13 @@ def interrupt(s: Session, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> No
 class Forcing:
     """Forces the same ids in every block, and commits no more than those."""
 
-    def shape(self, progress: Progress, block: Block) -> Block:
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
         return block.forcing((5, 6, 7), "test").capped(3, "test")
 
-    def judge(self, progress: Progress, block: Block, record: Record) -> int:
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         return record.count
 
-    def observe(self, progress: Progress, committed: int) -> None:
+    def observe(self, progress: DecodeProgress, committed: int) -> None:
         pass
 
 
@@ -45,7 +45,7 @@ def test_what_was_written_before_an_interrupt_is_written_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, asked = session(), Request(prompt=prompt(40, 1), max_tokens=16)
-    truth = answer(s, asked, Nobody())
+    truth = answer(s, asked, NoDrafter())
     want, spec = answer(s, asked, oracle(truth)), s.report().spec
     assert want == truth
     interrupt(s, monkeypatch, s.model._inputs[name])
@@ -65,7 +65,7 @@ def test_a_restore_that_is_interrupted_has_ended_the_earlier_request(
     state = next(n for n in s.model.state.tensors if n.endswith(".state"))
     interrupt(s, monkeypatch, s.model.state.tensors[state])
     with pytest.raises(KeyboardInterrupt):
-        answer(s, Request(prompt=whole, max_tokens=4), Nobody())
+        answer(s, Request(prompt=whole, max_tokens=4), NoDrafter())
     s.prefixes.drop("it")
     with pytest.raises(TransactionError, match="must have the state to itself"):
         next(first)

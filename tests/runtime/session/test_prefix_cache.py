@@ -16,10 +16,10 @@ import pytest
 from support.loop_models import DEAD, answer, erring, prompt, session
 
 from thor_dflash.core.errors import PackageError, RequestError, TransactionError
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody, Proposer
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.runtime.session.prefix_cache import Prefixes, held_of
-from thor_dflash.runtime.session.prefix_file import HEADER, Stored, write_prefix
+from thor_dflash.runtime.session.prefix_cache import PrefixCache, cached_length
+from thor_dflash.runtime.session.prefix_file import HEADER, StoredPrefix, write_prefix
 
 CHUNK = 32
 LONG = prompt(300, seed=40)
@@ -30,7 +30,7 @@ def s() -> Iterator[Session]:
     """The session that tests share. It has no prefixes; those that a test adds are forgotten."""
     found = session()
     yield found
-    found.prefixes = Prefixes(found.model)
+    found.prefixes = PrefixCache(found.model)
 
 
 def state_after(s: Session, request: Request, proposer: Proposer) -> dict[str, bytes]:
@@ -46,21 +46,21 @@ def state_after(s: Session, request: Request, proposer: Proposer) -> dict[str, b
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 34, 64, 65, 100, 129])
 def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int, more: int) -> None:
     request = Request(prompt=LONG[: length + more], max_tokens=12)
-    want = state_after(s, request, Dflash())
-    truth = answer(s, request, Dflash())
+    want = state_after(s, request, DflashDrafter())
+    truth = answer(s, request, DflashDrafter())
     plain = s.report().spec
     s.prefixes.put("skills", LONG[:length])
-    held = held_of(length, CHUNK)
+    held = cached_length(length, CHUNK)
     # Another request in between, so that the state it leaves is not what the prefix would restore.
-    answer(s, Request(prompt=prompt(90, 9), max_tokens=3), Dflash())
+    answer(s, Request(prompt=prompt(90, 9), max_tokens=3), DflashDrafter())
     assert s.report().cached_tokens == 0
-    assert state_after(s, request, Dflash()) == want
-    assert answer(s, request, Dflash()) == truth
+    assert state_after(s, request, DflashDrafter()) == want
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().cached_tokens == held
     # The drafter's rings are the same, too: it drafts what it drafts without the prefix.
     assert s.report().spec == plain
-    assert answer(s, request, Nobody()) == truth
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, NoDrafter()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().spec == plain, "what a request without a drafter hid is there again"
 
 
@@ -68,9 +68,9 @@ def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int,
 def test_every_geometry(geometry: str) -> None:
     s = session(geometry)
     request = Request(prompt=LONG[:120], max_tokens=20)
-    truth = answer(s, request, Dflash())
+    truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:90])
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().cached_tokens == 64
     s.prefixes.drop("skills")
 
@@ -78,60 +78,60 @@ def test_every_geometry(geometry: str) -> None:
 def test_a_package_that_saves_states_can_keep_prefixes() -> None:
     s = session(saves="states")
     request = Request(prompt=LONG[:120], max_tokens=20)
-    truth = answer(s, request, Dflash())
+    truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:90])
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().cached_tokens == 64
     s.prefixes.drop("skills")
 
 
 def test_after_rejects_and_after_a_fault(s: Session) -> None:
     request = Request(prompt=LONG[:110], max_tokens=30)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     s.prefixes.put("skills", LONG[:80])
-    for proposer in (DEAD, erring(truth, 0.5, 3), Dflash()):
+    for proposer in (DEAD, erring(truth, 0.5, 3), DflashDrafter()):
         assert answer(s, request, proposer) == truth
     for tensor in s.model.state.tensors.values():
         s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().cached_tokens == 64
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
 def test_after_a_cancel(s: Session, steps: int) -> None:
     request = Request(prompt=LONG[:200], max_tokens=30)
-    truth = answer(s, request, Dflash())
+    truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:100])
-    answers = s.run(request, Dflash())
+    answers = s.run(request, DflashDrafter())
     for _ in range(steps):
         next(answers)
     answers.close()
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().cached_tokens == 96
 
 
 @pytest.mark.parametrize("length", [33, 64, 65, 96, 97])
 def test_an_exact_hit(s: Session, length: int) -> None:
     request = Request(prompt=LONG[:length], max_tokens=20)
-    truth = answer(s, request, Dflash())
+    truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:length])
-    assert answer(s, request, Dflash()) == truth
-    assert s.report().cached_tokens == held_of(length, CHUNK) > 0
+    assert answer(s, request, DflashDrafter()) == truth
+    assert s.report().cached_tokens == cached_length(length, CHUNK) > 0
 
 
 def test_a_prefix_that_no_prompt_reaches_is_left_alone(s: Session) -> None:
     s.prefixes.put("skills", LONG[:200])
     for length in (1, 50, 192):
         request = Request(prompt=LONG[:length], max_tokens=5)
-        truth = answer(s, request, Dflash())
+        truth = answer(s, request, DflashDrafter())
         assert s.report().cached_tokens == 0
         s.prefixes.drop("skills")
-        assert answer(s, request, Dflash()) == truth
+        assert answer(s, request, DflashDrafter()) == truth
         s.prefixes.put("skills", LONG[:200])
-    answer(s, Request(prompt=LONG[:193], max_tokens=5), Dflash())
+    answer(s, Request(prompt=LONG[:193], max_tokens=5), DflashDrafter())
     assert s.report().cached_tokens == 192
     other = (*LONG[:100], (LONG[100] + 1) % 240, *LONG[101:250])
-    answer(s, Request(prompt=other, max_tokens=5), Dflash())
+    answer(s, Request(prompt=other, max_tokens=5), DflashDrafter())
     assert s.report().cached_tokens == 0
 
 
@@ -144,7 +144,7 @@ def test_the_longest_that_fits_is_used(s: Session) -> None:
         found = s.prefixes.find(request.prompt)
         assert found
         assert found.held == cached
-        answer(s, request, Dflash())
+        answer(s, request, DflashDrafter())
         assert s.report().cached_tokens == cached
 
 
@@ -153,7 +153,7 @@ def test_memory_is_budgeted_and_the_least_recently_used_goes(s: Session) -> None
     s.prefixes.budget = 3 * size
     for i in range(3):
         s.prefixes.put(f"p{i}", prompt(65, seed=50 + i), pinned=i == 0)
-    answer(s, Request(prompt=(*prompt(65, seed=51), 7), max_tokens=2), Dflash())
+    answer(s, Request(prompt=(*prompt(65, seed=51), 7), max_tokens=2), DflashDrafter())
     assert s.report().cached_tokens == 64
     s.prefixes.put("p3", prompt(65, seed=53), pinned=False)
     assert [p.name for p in s.prefixes.list()] == ["p0", "p1", "p3"], "p2 was used longest ago"
@@ -225,13 +225,13 @@ def test_put_can_be_stopped_and_drop_forgets(s: Session) -> None:
     s.prefixes.put("skills", LONG[:100])
     assert s.prefixes.drop("skills")
     assert not s.prefixes.drop("skills")
-    answer(s, Request(prompt=LONG[:150], max_tokens=2), Dflash())
+    answer(s, Request(prompt=LONG[:150], max_tokens=2), DflashDrafter())
     assert s.report().cached_tokens == 0
 
 
 def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
     for steps in (1, 4, 8):  # within the prefill, just after it, and within the answer
-        answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
+        answers = s.run(Request(prompt=LONG[:100], max_tokens=30), DflashDrafter())
         for _ in range(steps):
             next(answers)
         s.prefixes.put("skills", LONG[:40])
@@ -246,10 +246,10 @@ def test_a_request_whose_state_one_with_a_prefix_took_away_fails(s: Session) -> 
     other = prompt(60, 9)
     s.prefixes.put("other", other[:40])
     for steps in (1, 4, 8):  # within the prefill, just after it, and within the answer
-        answers = s.run(Request(prompt=LONG[:100], max_tokens=30), Dflash())
+        answers = s.run(Request(prompt=LONG[:100], max_tokens=30), DflashDrafter())
         for _ in range(steps):
             next(answers)
-        answer(s, Request(prompt=other, max_tokens=3), Dflash())
+        answer(s, Request(prompt=other, max_tokens=3), DflashDrafter())
         assert s.report().cached_tokens == 32
         here = s.model.state.length
         with pytest.raises(TransactionError, match="must have the state to itself"):
@@ -259,19 +259,19 @@ def test_a_request_whose_state_one_with_a_prefix_took_away_fails(s: Session) -> 
 
 def test_saved_and_loaded_it_is_the_same(s: Session, tmp_path: Path) -> None:
     request = Request(prompt=LONG[:140], max_tokens=24)
-    truth = answer(s, request, Dflash())
+    truth = answer(s, request, DflashDrafter())
     plain = s.report().spec
     put = s.prefixes.put("skills", LONG[:100], pinned=False)
     s.prefixes.save("skills", tmp_path / "skills.prefix")
     assert [p.name for p in tmp_path.iterdir()] == ["skills.prefix"], "no half file beside it"
     s.prefixes.drop("skills")
-    answer(s, Request(prompt=prompt(90, 9), max_tokens=30), Dflash())
+    answer(s, Request(prompt=prompt(90, 9), max_tokens=30), DflashDrafter())
     got = s.prefixes.load(tmp_path / "skills.prefix")
     assert put
     assert (got.name, got.tokens, got.pinned, got.held, got.bytes) == (
         "skills", LONG[:100], False, 96, put.bytes,
     )  # fmt: skip
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
     assert s.report().spec == plain
     assert s.report().cached_tokens == 96
 
@@ -352,7 +352,7 @@ def test_a_file_whose_steps_no_request_would_make_is_refused(
 ) -> None:
     put = s.prefixes.put("skills", LONG[: 2 * CHUNK + 1])
     assert put
-    stored = Stored(name="skills", tokens=put.tokens, pinned=True, held=held)
+    stored = StoredPrefix(name="skills", tokens=put.tokens, pinned=True, held=held)
     write_prefix(tmp_path / "p", s.model, stored, put.snapshot)
     with pytest.raises(PackageError, match=rf"prefill steps of 32 tokens \(got {held}\); put the"):
         s.prefixes.load(tmp_path / "p")

@@ -20,7 +20,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.package import manifest
 from thor_dflash.plugins.accept import Record
-from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Graph
 from thor_dflash.runtime.session import Request, open_session
@@ -48,20 +48,20 @@ def test_admission_refuses_before_anything_runs(request_: Request, message: str)
 
 def test_every_place_for_a_stop_id_may_be_taken() -> None:
     s, request = session(), Request(prompt=prompt(40, 1), max_tokens=20)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     unsaid = [t for t in range(240) if t not in truth][:7]
     last = max(truth)
     assert last > unsaid[-1], "in the last place"
     full = replace(request, stop=frozenset({*unsaid, last}))
     s.check(full)
-    assert answer(s, full, Nobody()) == truth[: truth.index(last)]
+    assert answer(s, full, NoDrafter()) == truth[: truth.index(last)]
 
 
 def test_a_package_without_a_drafter_says_so() -> None:
     s = session(drafter=False)
     with pytest.raises(RequestError, match=r"drafter must be none.*\(got dflash\)"):
         s.generate(Request(prompt=(1,), max_tokens=1))
-    assert len(answer(s, Request(prompt=(1,), max_tokens=3), Nobody())) == 3
+    assert len(answer(s, Request(prompt=(1,), max_tokens=3), NoDrafter())) == 3
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(300, 84), (382, 2), (383, 1)])
@@ -71,10 +71,10 @@ def test_the_longest_admitted_request_fits(length: int, tokens: int) -> None:
     s = session(chunk=100, capacity=400)
     assert s.model.limit == 384
     request = Request(prompt=prompt(length, 1), max_tokens=tokens)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     assert len(truth) == tokens
     assert answer(s, request, oracle([*truth, *[1] * 16])) == truth
-    assert answer(s, request, Dflash()) == truth
+    assert answer(s, request, DflashDrafter()) == truth
 
 
 def test_nan_ends_the_request_with_an_error_and_is_not_clamped() -> None:
@@ -93,10 +93,10 @@ def test_nan_ends_the_request_with_an_error_and_is_not_clamped() -> None:
 def test_report_counts_what_happened() -> None:
     s = session()
     request = Request(prompt=prompt(40, 1), max_tokens=50)
-    truth = answer(s, request, Nobody())
+    truth = answer(s, request, NoDrafter())
     plain = s.report().spec
     assert (plain.cycles, plain.drafted, plain.accepted) == (50, 0, 0)
-    answer(s, request, Dflash())
+    answer(s, request, DflashDrafter())
     spec, times = s.report().spec, s.report().timings
     assert sum((i + 1) * n for i, n in enumerate(spec.accept_hist)) == len(truth)
     assert sum(spec.accept_hist) == spec.cycles
@@ -115,9 +115,9 @@ def test_no_report_before_a_request_ended() -> None:
 
 def test_no_report_while_a_request_runs() -> None:
     s, request = session(), Request(prompt=prompt(20, 1), max_tokens=4)
-    answer(s, request, Nobody())
+    answer(s, request, NoDrafter())
     assert s.report().finish == "length"
-    answers = s.run(request, Nobody())
+    answers = s.run(request, NoDrafter())
     next(answers)
     with pytest.raises(RequestError, match="report must be asked for after"):
         s.report()

@@ -10,7 +10,7 @@ from support.loop_models import DEAD, answer, prompt, session
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import Nobody
+from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.measure.score import blocks
 from thor_dflash.runtime.session import Request, Session
@@ -54,13 +54,13 @@ def test_a_request_of_another_thread_waits_for_the_step(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, asked = session(), Request(prompt=prompt(50, 2), max_tokens=12)
-    truth = answer(s, asked, Nobody())
+    truth = answer(s, asked, NoDrafter())
     first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
     for _ in range(steps):
         next(first)
     found: list[list[int]] = []
     meeting = Meeting(s, monkeypatch)
-    meeting.between(lambda: next(first), lambda: found.append(answer(s, asked, Nobody())))
+    meeting.between(lambda: next(first), lambda: found.append(answer(s, asked, NoDrafter())))
     assert found == [truth]
     assert not meeting.met
     with pytest.raises(TransactionError, match="must have the state to itself"):
@@ -70,22 +70,22 @@ def test_a_request_of_another_thread_waits_for_the_step(
 def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     s, whole = session(), prompt(90, 3)
     asked = Request(prompt=whole, max_tokens=12)
-    truth = answer(s, asked, Nobody())
+    truth = answer(s, asked, NoDrafter())
     first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
     meeting = Meeting(s, monkeypatch)
     meeting.between(lambda: next(first), lambda: s.prefixes.put("it", whole))
-    assert answer(s, asked, Nobody()) == truth
+    assert answer(s, asked, NoDrafter()) == truth
     assert s.report().cached_tokens == 64
     s.prefixes.drop("it")
 
 
 def test_a_prefix_that_a_request_interrupts_is_not_kept() -> None:
     s, asked, found = session(), Request(prompt=prompt(50, 2), max_tokens=12), list[list[int]]()
-    truth = answer(s, asked, Nobody())
+    truth = answer(s, asked, NoDrafter())
 
     def stopped() -> bool:
         if not found:
-            found.append(answer(s, asked, Nobody()))
+            found.append(answer(s, asked, NoDrafter()))
         return False
 
     with pytest.raises(TransactionError, match="must have the state to itself"):
@@ -119,12 +119,12 @@ def test_what_is_scored_is_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> N
     s, tokens = session(), prompt(60, 4)
     want = [block["logits"].tobytes() for block in blocks(s, tokens, ["logits"], Silent())]
     asked = Request(prompt=prompt(50, 2), max_tokens=12)
-    truth = answer(s, asked, Nobody())
+    truth = answer(s, asked, NoDrafter())
     scored, found, got = blocks(s, tokens, ["logits"], Silent()), list[list[int]](), list[bytes]()
     meeting = Meeting(s, monkeypatch)
     meeting.between(
         lambda: got.append(next(scored)["logits"].tobytes()),
-        lambda: found.append(answer(s, asked, Nobody())),
+        lambda: found.append(answer(s, asked, NoDrafter())),
     )
     assert (got, found) == (want[:1], [truth])
     with pytest.raises(TransactionError, match="must have the state to itself"):
@@ -158,7 +158,7 @@ def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
     """Its finaliser may run in a thread that holds what that step waits for."""
     monkeypatch.setattr("thor_dflash.runtime.session.FINALISER_S", 0.01)
     s = session()
-    chunks = s.run(Request(prompt=prompt(20), max_tokens=20), Nobody())
+    chunks = s.run(Request(prompt=prompt(20), max_tokens=20), NoDrafter())
     next(chunks)
     held, done = threading.Event(), threading.Event()
 
@@ -176,4 +176,4 @@ def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
     done.set()
     thread.join()
     assert (report.finish, report.timings.phases_ms) == ("cancelled", {})
-    assert answer(s, Request(prompt=prompt(20), max_tokens=20), Nobody())
+    assert answer(s, Request(prompt=prompt(20), max_tokens=20), NoDrafter())

@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.constrained_model import TOKENIZER
 
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<|im_", "\r\n ")
 ODD = ("e\u0301", "\u0f71\u0f72", "日本", "👩\u200d👩", "\x00", "\ufffd", "\U0010ffff")
 
 
 @pytest.fixture(scope="module")
-def text() -> Text:
-    return Text.load(TOKENIZER)
+def text() -> Tokenizer:
+    return Tokenizer.load(TOKENIZER)
 
 
 @given(st.lists(st.sampled_from(MARKS + ODD) | st.text(max_size=9), max_size=9))
-def test_the_ids_are_those_of_the_text_alone(text: Text, parts: list[str]) -> None:
+def test_the_ids_are_those_of_the_text_alone(text: Tokenizer, parts: list[str]) -> None:
     said = "".join(parts)
     assert text.encode(said) == text._tokenizer.encode(said, add_special_tokens=False).ids
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(text: Text) -> None:
+def test_other_threads_run_while_a_long_text_is_encoded(text: Tokenizer) -> None:
     shares: list[float] = []
     for _ in range(5):
         with ticking() as ticks:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.text.messages import chat
-from thor_dflash.runtime.text.tokenizer import Answer, Piece, Text
+from thor_dflash.runtime.text.thinking import TextPiece
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 
 TEMPLATE = (
     "{%- for m in messages %}"
@@ -31,7 +33,7 @@ SHOWN = ("<think>", "</think>", "<tool_call>")
 
 def make(directory: Path) -> dict[str, int]:
     """A small byte-level BPE in `directory`, in the shape of Qwen's; return the id of each word."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -58,13 +60,15 @@ def edit(directory: Path, name: str, **table: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Text, dict[str, int], Tokenizer]:
+def shared(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Tokenizer, dict[str, int], HfTokenizer]:
     directory = tmp_path_factory.mktemp("tokenizer")
     ids = make(directory)
-    return Text.load(directory), ids, Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return Tokenizer.load(directory), ids, HfTokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-Shared = tuple[Text, dict[str, int], Tokenizer]
+Shared = tuple[Tokenizer, dict[str, int], HfTokenizer]
 
 
 def test_a_directory_may_have_a_name_that_is_no_utf8(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_directory_may_have_a_name_that_is_no_utf8(tmp_path: Path) -> None:
     ids = make(tmp_path)
     for path in tmp_path.glob("*.j*"):
         path.rename(directory / path.name)
-    assert Text.load(directory).encode("<think>") == [ids["<think>"]]
+    assert Tokenizer.load(directory).encode("<think>") == [ids["<think>"]]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +144,10 @@ def test_render(shared: Shared) -> None:
     assert shared[0].render(said, thinking=False) == start + opened + "\n</think>\n\n"
 
 
-def template(directory: Path, source: str) -> Text:
+def template(directory: Path, source: str) -> Tokenizer:
     make(directory)
     (directory / "chat_template.jinja").write_text(source)
-    return Text.load(directory)
+    return Tokenizer.load(directory)
 
 
 ONE = [{"role": "user", "content": "<é>"}]
@@ -191,9 +195,9 @@ def test_a_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(RequestError, match="must have a package with a chat template"):
-        Text.load(tmp_path).render(ONE, True)
+        Tokenizer.load(tmp_path).render(ONE, True)
     edit(tmp_path, "tokenizer_config.json", chat_template="{{ messages | length }}")
-    assert Text.load(tmp_path).render(ONE, True) == "1"
+    assert Tokenizer.load(tmp_path).render(ONE, True) == "1"
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
@@ -201,7 +205,7 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     named = [{"name": n, "template": n.upper()} for n in ("tool_use", "default")]
     edit(tmp_path, "tokenizer_config.json", chat_template=named)
-    assert Text.load(tmp_path).render(ONE, True) == "DEFAULT"
+    assert Tokenizer.load(tmp_path).render(ONE, True) == "DEFAULT"
 
 
 @pytest.mark.parametrize("wrong", [7, [], ["x"], [{"name": "tool_use", "template": "x"}]])
@@ -210,7 +214,7 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, wrong: object) -> No
     (tmp_path / "chat_template.jinja").unlink()
     edit(tmp_path, "tokenizer_config.json", chat_template=wrong)
     with pytest.raises(PackageError, match="chat_template must be a template, or a list"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +241,11 @@ def test_a_chat_is_checked(messages: object, message: str) -> None:
 
 def test_a_missing_or_unsupported_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="must be a tokenizer"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
     make(tmp_path)
     edit(tmp_path, "tokenizer.json", decoder={"type": "Fuse"})
     with pytest.raises(PackageError, match="decoder must be ByteLevel .got Fuse"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_an_added_token_that_does_not_fit(tmp_path: Path) -> None:
@@ -249,13 +253,13 @@ def test_an_added_token_that_does_not_fit(tmp_path: Path) -> None:
     rows = {"400": {"content": "<|far|>"}}
     edit(tmp_path, "tokenizer_config.json", added_tokens_decoder=rows)
     with pytest.raises(PackageError, match='id of "<|far|>" must be 3.., the next free one'):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 # --- thinking and the answer
 
 
-def answer(shared: Shared, prompt: str, said: str) -> tuple[Answer, list[Piece]]:
+def answer(shared: Shared, prompt: str, said: str) -> tuple[Answer, list[TextPiece]]:
     text = shared[0]
     result = Answer(text, text.encode(prompt))
     pieces = [piece for token in text.encode(said) for piece in result.feed([token])]

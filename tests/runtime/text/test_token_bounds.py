@@ -19,7 +19,7 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.text.token_bounds import NFC, least_bytes, longest
-from thor_dflash.runtime.text.tokenizer import Text
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 TOKENIZER = NANO / "target" / "tokenizer.json"
 LONGEST = "<tts_text_bos_single>"
@@ -30,8 +30,8 @@ of many letters."""
 
 
 @pytest.fixture(scope="module")
-def text() -> Text:
-    return Text.load(NANO / "target")
+def text() -> Tokenizer:
+    return Tokenizer.load(NANO / "target")
 
 
 def weight(text: str) -> float:
@@ -62,26 +62,26 @@ def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
 
 
 @given(st.lists(st.sampled_from(HURT) | st.text(max_size=4)).map("".join))
-def test_no_text_has_fewer_tokens(text: Text, said: str) -> None:
+def test_no_text_has_fewer_tokens(text: Tokenizer, said: str) -> None:
     assert -(-least_bytes(said) // len(LONGEST)) <= len(text.encode(said))
     assert least_bytes(said) <= len(normalize("NFC", said).encode())
 
 
-def test_the_longest_token_alone_is_one(text: Text) -> None:
+def test_the_longest_token_alone_is_one(text: Tokenizer) -> None:
     assert (text.least(""), text.least(LONGEST), text.least(LONGEST * 99)) == (0, 1, 99)
     assert text.encode(LONGEST * 99) == 99 * text.encode(LONGEST)
     assert text.least(LONGEST + "x") == 2
 
 
 def test_a_prompt_that_cannot_fit_is_refused_unread(
-    text: Text, monkeypatch: pytest.MonkeyPatch
+    text: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(self: Text, text: str) -> list[int]:
+    def never(self: Tokenizer, text: str) -> list[int]:
         raise AssertionError("a text of any length is encoded")
 
-    monkeypatch.setattr(Text, "encode", never)
+    monkeypatch.setattr(Tokenizer, "encode", never)
     model = SimpleNamespace(limit=1000, capacity=1016)
-    session: Any = SimpleNamespace(text=text, model=model)
+    session: Any = SimpleNamespace(tokenizer=text, model=model)
     question = Question([{"role": "user", "content": "x" * 42_000}], None)
     rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
     with pytest.raises(RequestError, match=rule):

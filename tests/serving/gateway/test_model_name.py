@@ -15,7 +15,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.session import open_session
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 
 TARGET = Path(__file__).parents[3] / "models/planner-nano/target"
 
@@ -26,7 +26,7 @@ def test_a_server_tells_the_name_that_its_package_was_given(
 ) -> None:
     made = package(tmp_path / "package", name=asked)
     session = open_session(made, EngineConfig(threads=1), Silent())
-    assert LiveBackend(session, ServeConfig()).about.model == name
+    assert SessionBackend(session, ServeConfig()).about.model == name
 
 
 def test_a_name_comes_from_the_command_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.gateway import server_pool
-from thor_dflash.serving.planner.backend import About
+from thor_dflash.serving.planner.backend import BackendInfo
 from thor_dflash.serving.planner.mock_backend import MockBackend
 
 NAME = "nvidia/Qwen 3.6?ü"
@@ -24,7 +24,7 @@ class Named(MockBackend):
     """A mock with the name of a model as hubs have them."""
 
     @property
-    def about(self) -> About:
+    def about(self) -> BackendInfo:
         return replace(super().about, model=NAME)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from thor_dflash.runtime.text.tokenizer import Piece
-from thor_dflash.serving.planner.chunk_stream import Speech
+from thor_dflash.runtime.text.thinking import TextPiece
+from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 
 
 def test_a_mark_of_thinking_inside_an_answer_is_text() -> None:
     """As in the result, whose text is all that follows the thinking."""
-    said = [Piece("<think>", True), Piece("\nhm", True), Piece("</think>", True)]
-    said += [Piece("\n\n{", False), Piece("</think>", False), Piece("}", False)]
-    chunks = Speech("text").cycle(said, 6)
+    said = [TextPiece("<think>", True), TextPiece("\nhm", True), TextPiece("</think>", True)]
+    said += [TextPiece("\n\n{", False), TextPiece("</think>", False), TextPiece("}", False)]
+    chunks = ChunkWriter("text").cycle(said, 6)
     found = {kind: "".join(c.text or "" for c in chunks if c.kind == kind)
              for kind in ("thinking", "text")}  # fmt: skip
     assert found == {"thinking": "hm", "text": "{</think>}"}

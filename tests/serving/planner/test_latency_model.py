@@ -13,13 +13,13 @@ import pytest
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import PlanRequest
-from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, Rates
+from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, LatencyModel
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, admit
 
 
-def measured() -> Rates:
-    rates = Rates(step_sizes=(16, 64))
+def measured() -> LatencyModel:
+    rates = LatencyModel(step_sizes=(16, 64))
     for _ in range(KEPT):
         rates.cycle(95.0, 4, thinking=False)
         rates.cycle(95.0, 3, thinking=True)
@@ -28,7 +28,7 @@ def measured() -> Rates:
     return rates
 
 
-def predicted(rates: Rates) -> list[float]:
+def predicted(rates: LatencyModel) -> list[float]:
     return [
         rates.min_ms(640, 512, whole=False),
         rates.min_ms(640, 512, whole=True),
@@ -41,7 +41,7 @@ def test_predictions_are_what_was_measured() -> None:
     rates = measured()
     assert predicted(rates)[:2] == [500 + 95 * 32 / 4, 500 + 95 * 150 / 4]
     assert rates.e2e_ms == 4000.0
-    half = Rates()
+    half = LatencyModel()
     for tokens in (1, 1, 1, 9):
         half.cycle(10.0, tokens, thinking=False)
     assert half.answer_len == 3, "what four cycles commit is their sum"
@@ -53,7 +53,7 @@ def test_a_prompt_takes_whole_steps_and_one_as_small_as_its_rest_allows() -> Non
     assert [rates.prefill_ms(n) for n in (1, 2, 17, 18, 65, 66, 81, 82, 129, 131)] == [
         0, 20, 20, 50, 50, 70, 70, 100, 100, 120
     ]  # fmt: skip
-    fresh = Rates(step_sizes=(16, 32, 64))
+    fresh = LatencyModel(step_sizes=(16, 32, 64))
     assert fresh.prefill_ms(71) == 0, "nothing is known yet"
     fresh.step(30.0, 32)
     assert fresh.prefill_ms(11) == 30, "no longer than the next size that has run"
@@ -89,7 +89,7 @@ def test_a_machine_that_became_slower_is_known_to_be() -> None:
     assert rates.min_ms(640, 512, whole=False) == 1000 + 190 * 32 / 2
 
 
-def refused(rates: Rates, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:
+def refused(rates: LatencyModel, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:
     """How many of `times` plans are refused, each of which needs more time than it has."""
     codes: list[str] = []
     for _ in range(times):

@@ -12,11 +12,11 @@ from support.constrained_model import package
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serving.planner import prefill_tuning, session_backend
-from thor_dflash.serving.planner.latency_model import Rates
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.latency_model import LatencyModel
+from thor_dflash.serving.planner.session_backend import SessionBackend
 
 SIZES = (16, 8, 64)
 
@@ -30,7 +30,7 @@ def session() -> Iterator[Session]:
     it.close()
 
 
-class Kept(LiveBackend):
+class Kept(SessionBackend):
     """A backend that leaves its session, which the tests share, open."""
 
     def close(self) -> None:
@@ -56,14 +56,14 @@ def test_what_a_step_takes_is_measured_where_it_takes_most(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
-    prefill = Model.prefill
+    prefill = ModelRunner.prefill
 
-    def seen(model: Model, tokens: Any, observe: bool) -> None:
+    def seen(model: ModelRunner, tokens: Any, observe: bool) -> None:
         lengths.append(model.state.length + len(tokens))
         assert observe
         prefill(model, tokens, observe)
 
-    monkeypatch.setattr(Model, "prefill", seen)
+    monkeypatch.setattr(ModelRunner, "prefill", seen)
     assert prefill_tuning.choose_chunk(session.model, SIZES, 0.0, lambda line: None) > 0
     assert session.model.state.length == 0, "the sequence is empty again"
     assert len(lengths) == (1 + prefill_tuning.REPEATS) * len(SIZES)
@@ -75,11 +75,11 @@ def test_a_step_takes_what_those_after_the_first_do(
 ) -> None:
     now, takes = 0.0, [100.0, 2.0, 5.0, 1.0]  # seconds; the first step of a size warms it up
 
-    def prefill(model: Model, tokens: Any, observe: bool) -> None:
+    def prefill(model: ModelRunner, tokens: Any, observe: bool) -> None:
         nonlocal now
         now += takes.pop(0)
 
-    monkeypatch.setattr(Model, "prefill", prefill)
+    monkeypatch.setattr(ModelRunner, "prefill", prefill)
     monkeypatch.setattr(prefill_tuning.time, "perf_counter", lambda: now)
     monkeypatch.setattr(prefill_tuning, "REPEATS", 3)
     assert prefill_tuning.step_ms(session.model, 8, 0) == 2000.0
@@ -102,7 +102,7 @@ def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
 
 
 def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> None:
-    rates = Rates(worst_step_ms=90.0)
+    rates = LatencyModel(worst_step_ms=90.0)
     assert rates.bound_ms() == 180.0
     rates.cycle(20.0, 4, thinking=False)
     assert rates.bound_ms() == 180.0
@@ -118,7 +118,7 @@ def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
     own, *others = SIZES
     config, log = EngineConfig(threads=1, chunk=16), list[str]()
     named = open_session(package(own, tuple(others)), config, Silent(), choose=True)
-    backend = LiveBackend(named, ServeConfig(cancel_ms=100), log.append)
+    backend = SessionBackend(named, ServeConfig(cancel_ms=100), log.append)
     backend.warm()
     assert named.model.chunk == backend.about.prefill_chunk == 16
     assert named.model.step_sizes == backend.rates.step_sizes == (8, 16)
@@ -163,15 +163,15 @@ def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(
     assert session.model.chunk == 8
     begun, go = threading.Event(), threading.Semaphore(0)
     steps: list[int] = []
-    prefill = Model.prefill
+    prefill = ModelRunner.prefill
 
-    def held(model: Model, tokens: Any, observe: bool) -> None:
+    def held(model: ModelRunner, tokens: Any, observe: bool) -> None:
         steps.append(len(tokens))
         begun.set()
         assert go.acquire(timeout=20)
         prefill(model, tokens, observe)
 
-    monkeypatch.setattr(Model, "prefill", held)
+    monkeypatch.setattr(ModelRunner, "prefill", held)
     peer = house.peer(server)
     peer.send(op="plan", id="p", prompt="word " * 60, thinking="off", max_tokens=4)
     assert begun.wait(20)

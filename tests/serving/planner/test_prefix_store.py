@@ -23,11 +23,11 @@ from thor_dflash.cli import main
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.session import Session
-from thor_dflash.runtime.session.prefix_cache import Prefixes
+from thor_dflash.runtime.session.prefix_cache import PrefixCache
 from thor_dflash.runtime.session.prefix_file import MAGIC
 from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
-from thor_dflash.serving.planner.prefix_store import Shelf
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.prefix_store import PrefixStore
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.server.server import serving
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
@@ -36,7 +36,7 @@ ASK = PlanRequest(messages=CHAT, thinking="off", max_tokens=12, parts=("tokens",
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 
 
-class Lent(LiveBackend):
+class Lent(SessionBackend):
     """A backend that leaves its session open when it closes. The session only forgets its prefixes,
     as it would at the end of the process.
     """
@@ -44,7 +44,7 @@ class Lent(LiveBackend):
     def close(self) -> None:
         if self._shelf is not None:
             self._shelf.close()
-        self.session.prefixes = Prefixes(self.session.model)
+        self.session.prefixes = PrefixCache(self.session.model)
 
 
 Serve = Callable[..., RemotePlanner]
@@ -64,7 +64,7 @@ def serve(session: Session, house: Any, tmp_path: Path) -> Iterator[Serve]:
         kept = str(tmp_path / "kept")
         config = ServeConfig(bind=("tcp://127.0.0.1:*",), prefix_dir=kept, **settings)
         log = house.log.append
-        it = serving(lambda: Lent(session, config, log, Shelf(Path(kept))), config, log=log)
+        it = serving(lambda: Lent(session, config, log, PrefixStore(Path(kept))), config, log=log)
         before = house.ready()
         server = it.__enter__()
         running.append(it)
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
     planner.put_prefix("good", SYSTEM, persist=True)
     planner.put_prefix("bad", SYSTEM, persist=True)
     planner.put_prefix("cut", SYSTEM, persist=True)
-    shelf = Shelf.path_of
+    shelf = PrefixStore.path_of
     bad, cut = (shelf(tmp_path / "kept", name) for name in ("bad", "cut"))
     whole = bad.read_bytes()
     bad.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
@@ -217,7 +217,7 @@ def test_what_is_pinned_is_not_persisted_where_an_older_text_is_on_disk(
 def test_a_copy_of_a_file_is_told_and_goes_with_it(serve: Serve, tmp_path: Path) -> None:
     planner, kept = serve(), tmp_path / "kept"
     planner.put_prefix("arm", "Old. " + SYSTEM, persist=True)
-    own = Shelf.path_of(kept, "arm")
+    own = PrefixStore.path_of(kept, "arm")
     copies = [kept / "backup.prefix", kept / "zz.prefix"]
     for copy in copies:
         copy.write_bytes(own.read_bytes())
@@ -237,7 +237,7 @@ def test_a_copy_of_a_file_is_told_and_goes_with_it(serve: Serve, tmp_path: Path)
 
 def test_a_file_that_was_left_out_can_be_dropped(serve: Serve, tmp_path: Path) -> None:
     serve().put_prefix("arm", SYSTEM, persist=True)
-    path = Shelf.path_of(tmp_path / "kept", "arm")
+    path = PrefixStore.path_of(tmp_path / "kept", "arm")
     path.write_bytes(path.read_bytes()[:-100])
     planner = serve()
     assert planner.prefixes() == []
@@ -307,14 +307,14 @@ def test_without_a_directory_persist_is_refused(house: Any) -> None:
 
 
 def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
-    first = Shelf(tmp_path / "kept")
+    first = PrefixStore(tmp_path / "kept")
     with pytest.raises(ConfigError, match="of one server alone"):
-        Shelf(tmp_path / "kept")
+        PrefixStore(tmp_path / "kept")
     first.close()
-    Shelf(tmp_path / "kept").close()
+    PrefixStore(tmp_path / "kept").close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="must be a directory that can be written"):
-        Shelf(tmp_path / "file")
+        PrefixStore(tmp_path / "file")
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 
@@ -340,12 +340,12 @@ def test_a_mock_has_its_directory_alone_like_any_server(
     monkeypatch.setattr("sys.setswitchinterval", print)
     monkeypatch.setattr("thor_dflash.serving.server.server.Server", Loads)
     command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
-    another = Shelf(tmp_path / "kept")
+    another = PrefixStore(tmp_path / "kept")
     assert main.main(command) == 2
     assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
     another.close()
     assert main.main(command) == 0
-    Shelf(tmp_path / "kept").close()  # it is free again
+    PrefixStore(tmp_path / "kept").close()  # it is free again
 
 
 def test_a_directory_that_another_server_has_is_refused_before_anything_is_loaded(
@@ -355,13 +355,13 @@ def test_a_directory_that_another_server_has_is_refused_before_anything_is_loade
     monkeypatch.setattr("sys.setswitchinterval", print)
     kept, bind = str(tmp_path / "kept"), f"ipc://{tmp_path}/plan"
     command = ["serve", "--package", str(tmp_path / "none"), "--prefix-dir", kept, "--bind", bind]
-    another = Shelf(Path(kept))
+    another = PrefixStore(Path(kept))
     assert main.main(command) == 2
     assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
     another.close()
     assert main.main(command) == 2
     assert "none must be a package directory" in capsys.readouterr().err
-    Shelf(Path(kept)).close()  # it is free again
+    PrefixStore(Path(kept)).close()  # it is free again
 
 
 def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
@@ -388,5 +388,5 @@ def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
         (kept / ".half.prefix.x7").write_bytes(b"half a file")
     assert seen[0] == seen[1]
     assert held[0] == held[1] == held[2] > 0
-    Shelf(kept).close()
+    PrefixStore(kept).close()
     assert [path.suffix for path in kept.iterdir()] == [".prefix"]

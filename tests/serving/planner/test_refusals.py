@@ -12,18 +12,18 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.planner.schema_validator import Checker
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol.messages import PlanRequest, Validate
 from thor_dflash.serving.protocol.validation import MESSAGE
 
 
 @pytest.fixture
-def backend(session: Session) -> LiveBackend:
-    return LiveBackend(session, ServeConfig())
+def backend(session: Session) -> SessionBackend:
+    return SessionBackend(session, ServeConfig())
 
 
 def test_a_schema_behind_another_that_is_being_compiled_may_be_sent_again(
-    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+    backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.validate(Validate(json_schema=PLAN))  # makes the compiler
     compiler = backend.session._grammars
@@ -38,7 +38,7 @@ def test_a_schema_behind_another_that_is_being_compiled_may_be_sent_again(
     assert caught.value.retry_after_ms
 
 
-def test_a_refused_schema_repeats_no_name_of_any_length_or_content(backend: LiveBackend) -> None:
+def test_a_refused_schema_repeats_no_name_of_any_length_or_content(backend: SessionBackend) -> None:
     for name in ("n" * 10**5, "n\x1b[31m"):
         for schema in ({name: 1}, {"properties": {name: {"not": {}}}}):
             with pytest.raises(PlanError, match="supported keywords only") as caught:
@@ -47,7 +47,7 @@ def test_a_refused_schema_repeats_no_name_of_any_length_or_content(backend: Live
             assert caught.value.message.isprintable()
 
 
-def test_a_plan_too_long_names_each_part_as_it_was_given(backend: LiveBackend) -> None:
+def test_a_plan_too_long_names_each_part_as_it_was_given(backend: SessionBackend) -> None:
     with pytest.raises(PlanError) as caught:
         backend.prepare(PlanRequest(prompt="x", max_tokens=9999, thinking="off"), None)
     assert re.search(r"^prompt and max_tokens together .*\+ 9999 = \d+\)$", caught.value.message)

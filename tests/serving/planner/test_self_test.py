@@ -15,7 +15,7 @@ from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.serving.planner import session_backend
-from thor_dflash.serving.planner.session_backend import SELF_TOKENS, LiveBackend
+from thor_dflash.serving.planner.session_backend import SELF_TOKENS, SessionBackend
 from thor_dflash.serving.protocol.messages import PlanRequest
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
@@ -24,11 +24,11 @@ SHORT = ServeConfig(thinking="off", max_tokens=8)
 
 
 @pytest.fixture
-def backend(session: Session) -> LiveBackend:
-    return LiveBackend(session, CONFIG)
+def backend(session: Session) -> SessionBackend:
+    return SessionBackend(session, CONFIG)
 
 
-def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
+def test_the_self_test_measures_and_signs(backend: SessionBackend) -> None:
     backend.warm()
     first = backend.about.golden_sha256
     assert first
@@ -41,7 +41,7 @@ def test_the_self_test_measures_and_signs(backend: LiveBackend) -> None:
 
 def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
     config = EngineConfig(threads=1, capacity=80)
-    short = LiveBackend(open_session(package(), config, Silent()), SHORT)
+    short = SessionBackend(open_session(package(), config, Silent()), SHORT)
     prompt = short._self_test()
     assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
     short.warm()
@@ -50,7 +50,7 @@ def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
 
 
 def test_the_self_test_notices_a_drafter_that_changes_the_answer(
-    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+    backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate = backend.session.generate
 
@@ -68,7 +68,7 @@ def test_the_self_test_notices_a_drafter_that_changes_the_answer(
 def test_a_context_without_room_for_the_self_test_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
-    backend = LiveBackend(session, SHORT)
+    backend = SessionBackend(session, SHORT)
     monkeypatch.setattr(backend.session.model, "capacity", capacity)
     with pytest.raises(ConfigError, match=rf"engine.capacity must be .*\(got {capacity}\)") as e:
         backend.warm()
@@ -87,14 +87,14 @@ def test_a_default_length_that_no_plan_has_room_for_is_refused(
     monkeypatch.setattr(session.model, "capacity", 256)
     config = ServeConfig(**off)
     with pytest.raises(ConfigError, match=r"^serve.max_tokens must be at most .*\(got 512\)$") as e:
-        LiveBackend(session, config).warm()
+        SessionBackend(session, config).warm()
     told = str(e.value)
     assert ("closes the thinking" in told) == (not off)
     most = int(re.findall(r"\d+", told)[0])
-    fits = LiveBackend(session, replace(config, max_tokens=most))
+    fits = SessionBackend(session, replace(config, max_tokens=most))
     fits.warm()
     assert fits.prepare(PlanRequest(prompt="x"), None).thinks == (not off)
-    longer = LiveBackend(session, replace(config, max_tokens=most + 1))
+    longer = SessionBackend(session, replace(config, max_tokens=most + 1))
     with pytest.raises(ConfigError, match=f"at most {most}"):
         longer.warm()
     with pytest.raises(PlanError, match=r"together must be <="):
@@ -104,7 +104,7 @@ def test_a_default_length_that_no_plan_has_room_for_is_refused(
 def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = LiveBackend(session, replace(CONFIG, max_tokens=1))
+    backend = SessionBackend(session, replace(CONFIG, max_tokens=1))
     monkeypatch.setattr(backend, "_closing", 300)
     monkeypatch.setattr(session.model, "capacity", 256)
     with pytest.raises(ConfigError, match=r"^engine.capacity must be .* thinking 300 \(") as e:
@@ -120,5 +120,5 @@ def test_a_watchdog_that_a_step_would_trip_is_refused(
     idle = replace(CONFIG, yield_us=200_000)
     message = r"^serve.watchdog_s must be above 0.5 s, which a prefill step .* \(got 0.5\)$"
     with pytest.raises(ConfigError, match=message):
-        LiveBackend(session, replace(idle, watchdog_s=0.5)).warm()
-    LiveBackend(session, replace(idle, watchdog_s=0.51)).warm()
+        SessionBackend(session, replace(idle, watchdog_s=0.5)).warm()
+    SessionBackend(session, replace(idle, watchdog_s=0.51)).warm()

@@ -19,7 +19,7 @@ from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.schema_validator import Checker
-from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.planner.session_backend import WORTH_THINKING, SessionBackend
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol.messages import PrefixPut, Validate
 
@@ -28,14 +28,14 @@ CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
 
 
 @pytest.fixture
-def backend(session: Session) -> LiveBackend:
-    it = LiveBackend(session, CONFIG)
+def backend(session: Session) -> SessionBackend:
+    it = SessionBackend(session, CONFIG)
     for prefix in it.prefixes():
         it.drop(prefix["prefix_id"])
     return it
 
 
-class Lent(LiveBackend):
+class Lent(SessionBackend):
     """A backend that leaves its session, which the tests share, open."""
 
     def close(self) -> None:
@@ -44,9 +44,9 @@ class Lent(LiveBackend):
 
 def alone(session: Session, words: str, count: int) -> list[int]:
     """The tokens that the decoding loop gives without a server, and without thinking."""
-    assert session.text
-    prompt = session.text.encode(
-        session.text.render([{"role": "user", "content": words}], thinking=False)
+    assert session.tokenizer
+    prompt = session.tokenizer.encode(
+        session.tokenizer.render([{"role": "user", "content": words}], thinking=False)
     )
     stop = frozenset(session.manifest.stop_tokens)
     request = Request(prompt=tuple(prompt), max_tokens=count, stop=stop)
@@ -54,7 +54,7 @@ def alone(session: Session, words: str, count: int) -> list[int]:
 
 
 def test_a_schema_that_waits_for_another_one_may_be_sent_again(
-    session: Session, backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+    session: Session, backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(self: object, schema: object) -> None:
         raise CompilerBusy("another is being compiled")
@@ -70,7 +70,7 @@ def test_a_schema_that_waits_for_another_one_may_be_sent_again(
     )
 
 
-def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) -> None:
+def test_a_plan_is_the_loops_own_tokens(session: Session, backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     ask = PlanRequest(prompt="Pick the mug.", thinking="off", parts=("tokens", "text", "timings"))
     result = planner.plan(ask)
@@ -81,7 +81,7 @@ def test_a_plan_is_the_loops_own_tokens(session: Session, backend: LiveBackend) 
     assert result.spec.cycles == sum(result.spec.accept_hist) > 0
 
 
-def test_answer_tokens_and_thinking_are_counted_apart(backend: LiveBackend) -> None:
+def test_answer_tokens_and_thinking_are_counted_apart(backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     result = planner.plan(
         PlanRequest(prompt="x", thinking_budget=9, max_tokens=7, parts=("thinking",))
@@ -93,7 +93,7 @@ def test_answer_tokens_and_thinking_are_counted_apart(backend: LiveBackend) -> N
     assert off.usage.thinking_tokens == 0
 
 
-def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
+def test_a_schema_is_obeyed_whatever_the_weights(backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     for budget in (0, 5):
         ask = PlanRequest(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
@@ -105,7 +105,7 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: LiveBackend) -> None:
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(30, 0), (80, 1), (160, 2)])
 def test_a_plan_that_ends_early_is_still_no_broken_json(
-    backend: LiveBackend, max_tokens: int, steps: int
+    backend: SessionBackend, max_tokens: int, steps: int
 ) -> None:
     ask = PlanRequest(prompt="b", thinking="off", json_schema=PLAN, max_tokens=160)
     whole = LocalPlanner(backend).plan(ask)
@@ -115,13 +115,13 @@ def test_a_plan_that_ends_early_is_still_no_broken_json(
     assert result.plan_valid == bool(steps)
 
 
-def test_what_cannot_be_compiled_is_refused(backend: LiveBackend) -> None:
+def test_what_cannot_be_compiled_is_refused(backend: SessionBackend) -> None:
     with pytest.raises(PlanError) as caught:
         LocalPlanner(backend).plan(PlanRequest(prompt="x", json_schema={"not": {"type": "null"}}))
     assert caught.value.code == "schema_unsupported"
 
 
-def test_an_object_that_is_too_wide_is_not_said_to_be_none(backend: LiveBackend) -> None:
+def test_an_object_that_is_too_wide_is_not_said_to_be_none(backend: SessionBackend) -> None:
     keys = {f"k{i}": {"type": "integer"} for i in range(600)}
     wide = {"type": "object", "properties": keys, "additionalProperties": False}
     with pytest.raises(PlanError, match="limits") as caught:
@@ -149,7 +149,7 @@ SOME_PLAN: Schemas = (
 
 @pytest.mark.parametrize("schema", NO_PLAN, ids=str)
 def test_a_schema_under_which_there_is_no_plan_is_refused(
-    backend: LiveBackend, schema: dict[str, Any]
+    backend: SessionBackend, schema: dict[str, Any]
 ) -> None:
     # A mock has no grammar: it looks at the root of a schema alone.
     backends = (backend,) if "$ref" in schema else (backend, MockBackend(CONFIG))
@@ -165,21 +165,21 @@ def test_a_schema_under_which_there_is_no_plan_is_refused(
 
 @pytest.mark.parametrize("schema", SOME_PLAN, ids=lambda schema: str(schema)[:40])
 def test_a_schema_under_which_there_may_be_a_plan_is_taken(
-    backend: LiveBackend, schema: dict[str, Any]
+    backend: SessionBackend, schema: dict[str, Any]
 ) -> None:
     for each in (backend, MockBackend(CONFIG)):
         each.validate(Validate(json_schema=schema))
 
 
-def test_what_does_not_fit_is_refused_with_the_limit(backend: LiveBackend) -> None:
+def test_what_does_not_fit_is_refused_with_the_limit(backend: SessionBackend) -> None:
     limit = backend.session.model.limit
     with pytest.raises(PlanError, match=f"<= {limit}") as caught:
         LocalPlanner(backend).plan(PlanRequest(prompt="word " * 3000))
     assert caught.value.code == "prompt_too_long"
 
 
-def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBackend) -> None:
-    limit, closing = backend.session.model.limit, len(backend.text.encode(backend._close))
+def test_the_context_is_used_to_its_last_token_and_no_further(backend: SessionBackend) -> None:
+    limit, closing = backend.session.model.limit, len(backend.tokenizer.encode(backend._close))
     assert closing
     ask = PlanRequest(prompt="x", thinking="on", thinking_budget=9)
     used = len(backend.prepare(ask, None).prompt) + closing
@@ -198,7 +198,7 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: LiveBacke
 
 
 def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
-    backend: LiveBackend, monkeypatch: pytest.MonkeyPatch
+    backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = PlanRequest(prompt="x", accept_mode="relaxed_thinking")
     assert backend.prepare(ask, None).thinks
@@ -210,7 +210,7 @@ def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
 
 
 def test_what_the_session_would_refuse_is_refused_before_others_make_way(
-    backend: LiveBackend,
+    backend: SessionBackend,
 ) -> None:
     ask = PlanRequest(prompt="x", thinking_budget=9, max_tokens=100)
     backend._close = "Enough.\n</think>Well: "
@@ -219,7 +219,7 @@ def test_what_the_session_would_refuse_is_refused_before_others_make_way(
         backend.prepare(structs.replace(ask, json_schema=PLAN), None)
 
 
-def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend) -> None:
+def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: SessionBackend) -> None:
     for system, code in (("word " * 3000, "prompt_too_long"), (SYSTEM, "too_large")):
         backend.session.prefixes.budget = 1000
         with pytest.raises(PlanError) as caught:
@@ -229,22 +229,22 @@ def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: LiveBackend
 
 
 def test_memory_for_prefixes_is_counted_in_megabytes(session: Session) -> None:
-    def pin(backend: LiveBackend, name: str) -> int:
+    def pin(backend: SessionBackend, name: str) -> int:
         return int(backend.pin(PrefixPut(prefix_id=name, system=SYSTEM), lambda: False)["bytes"])
 
-    small = LiveBackend(session, replace(CONFIG, prefix_mb=1))
+    small = SessionBackend(session, replace(CONFIG, prefix_mb=1))
     room = (1 << 20) // pin(small, "0")
     assert 1 < room < 20
     for name in map(str, range(room)):
         pin(small, name)
     with pytest.raises(PlanError, match="1048576 bytes"):
         pin(small, "one too many")
-    pin(LiveBackend(session, replace(CONFIG, prefix_mb=2)), "one more")
+    pin(SessionBackend(session, replace(CONFIG, prefix_mb=2)), "one more")
     for prefix in small.prefixes():
         small.drop(prefix["prefix_id"])
 
 
-def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None:
+def test_cancelling_leaves_the_next_plan_as_it_was(backend: SessionBackend) -> None:
     ask = PlanRequest(prompt="Pick the mug.", thinking_budget=8, parts=("tokens",))
     whole = LocalPlanner(backend).plan(ask).tokens
     for stop_after in (0, 1, 2, 5):
@@ -262,7 +262,7 @@ def test_cancelling_leaves_the_next_plan_as_it_was(backend: LiveBackend) -> None
         assert LocalPlanner(backend).plan(ask).tokens == whole
 
 
-def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend) -> None:
+def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     chat = (Message(role="system", content=SYSTEM), Message(role="user", content="Pick the mug."))
     ask = PlanRequest(messages=chat, thinking_budget=4, parts=("tokens",))
@@ -293,7 +293,7 @@ def test_a_pinned_prefix_saves_reading_and_changes_nothing(backend: LiveBackend)
 
 @pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])
 def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
-    backend: LiveBackend, mock: bool
+    backend: SessionBackend, mock: bool
 ) -> None:
     it: Backend = MockBackend(CONFIG) if mock else backend
     it.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
@@ -312,7 +312,7 @@ def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
     assert (caught.value.code, caught.value.field) == ("bad_request", "prefix_id")
 
 
-def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> None:
+def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) -> None:
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
     ask = PlanRequest(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
@@ -330,7 +330,7 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: LiveBackend) -> No
 
 @pytest.mark.parametrize("budget", [WORTH_THINKING - 1, WORTH_THINKING, 500])
 def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: int) -> None:
-    backend = LiveBackend(session, replace(CONFIG, thinking_budget=budget))
+    backend = SessionBackend(session, replace(CONFIG, thinking_budget=budget))
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
     ask = PlanRequest(prompt="x", thinking="auto", max_tokens=20)
     count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)

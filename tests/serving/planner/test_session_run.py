@@ -13,13 +13,13 @@ from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.measure import power
-from thor_dflash.runtime.measure.power import Sensor, Watch
-from thor_dflash.runtime.session import Chunk, Session
+from thor_dflash.runtime.measure.power import PowerSampler, Sensor
+from thor_dflash.runtime.session import Session, TokenChunk
 from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.backend import drive
-from thor_dflash.serving.planner.power_meter import Meter
-from thor_dflash.serving.planner.session_backend import LiveBackend
-from thor_dflash.serving.planner.session_run import LiveRun
+from thor_dflash.serving.planner.power_meter import PowerMeter
+from thor_dflash.serving.planner.session_backend import SessionBackend
+from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server.scheduler import Job, Peer
@@ -30,7 +30,7 @@ ANSWERS = structs.replace(THINKS, thinking="off", thinking_budget=None)
 LONG_AGO_S = 1000.0
 
 
-class Kept(LiveBackend):
+class Kept(SessionBackend):
     """A backend that leaves its session, which the tests share, open, and does no self-test."""
 
     def warm(self) -> None: ...
@@ -46,18 +46,21 @@ def backend(session: Session) -> Kept:
     return it
 
 
-def plan(backend: LiveBackend, ask: PlanRequest) -> messages.Result:
+def plan(backend: SessionBackend, ask: PlanRequest) -> messages.Result:
     run = backend.start(backend.prepare(ask, None), None)
     return drive(run, lambda: None, lambda chunk: None)
 
 
 def told(
-    backend: LiveBackend, ask: PlanRequest, *chunks: Chunk, watch: Watch | None = None
-) -> LiveRun:
+    backend: SessionBackend,
+    ask: PlanRequest,
+    *chunks: TokenChunk,
+    watch: PowerSampler | None = None,
+) -> SessionRun:
     """A run of a session that yields just these chunks."""
     prepared, it = backend.prepare(ask, None), backend
     said = (chunk for chunk in chunks)
-    return LiveRun(it.session, it.text, it.rates, prepared, said, watch or Watch([]))
+    return SessionRun(it.session, it.tokenizer, it.rates, prepared, said, watch or PowerSampler([]))
 
 
 def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
@@ -81,17 +84,17 @@ def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
 def test_an_answer_that_never_came_is_thinking_exhausted(
     backend: Kept, ask: PlanRequest, said: str, finish: str
 ) -> None:
-    run = told(backend, ask, Chunk(tuple(backend.text.encode(said)), "length"))
+    run = told(backend, ask, TokenChunk(tuple(backend.tokenizer.encode(said)), "length"))
     result = drive(run, lambda: None, lambda chunk: None)
     assert (result.finish_reason, result.status) == (finish, "partial")
 
 
 def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
-    half = backend.text.encode("{ü")[:-1]
-    assert backend.text.decode(half) == "{�"
+    half = backend.tokenizer.encode("{ü")[:-1]
+    assert backend.tokenizer.decode(half) == "{�"
     chunks: list[messages.Chunk] = []
     ask = structs.replace(ANSWERS, stream="text", parts=("text",))
-    result = drive(told(backend, ask, Chunk(tuple(half), "stop")), lambda: None, chunks.append)
+    result = drive(told(backend, ask, TokenChunk(tuple(half), "stop")), lambda: None, chunks.append)
     assert "".join(chunk.text or "" for chunk in chunks) == result.text == "{�"
 
 
@@ -109,7 +112,7 @@ def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
 def test_the_rates_learn_from_whole_plans_only(
     backend: Kept, finish: object, stop: object, learns: bool
 ) -> None:
-    run = told(backend, ANSWERS, Chunk((5, 6), finish))  # type: ignore[arg-type]
+    run = told(backend, ANSWERS, TokenChunk((5, 6), finish))  # type: ignore[arg-type]
     run.step()
     assert run.result(stop).finish_reason == (finish or stop)  # type: ignore[arg-type]
     rates = backend.rates
@@ -129,8 +132,8 @@ def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> 
     (tmp_path / "uw").write_text("60000000")
     sensor = Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)
     start = time.perf_counter()
-    watch = Watch([sensor], period=0.001)
-    run = told(backend, ANSWERS, Chunk((5, 6), "stop"), watch=watch)
+    watch = PowerSampler([sensor], period=0.001)
+    run = told(backend, ANSWERS, TokenChunk((5, 6), "stop"), watch=watch)
     time.sleep(0.05)
     run.step()
     result = run.result(None)
@@ -145,8 +148,8 @@ def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> 
 
 def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
     (tmp_path / "uw").write_text("60000000")
-    watch = Watch([Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)], period=0.001)
-    run = told(backend, ANSWERS, Chunk((5, 6), "stop"), watch=watch)
+    watch = PowerSampler([Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)], period=0.001)
+    run = told(backend, ANSWERS, TokenChunk((5, 6), "stop"), watch=watch)
     while len(watch._samples) < 3:
         time.sleep(0.001)
     (tmp_path / "uw").write_text("gone")
@@ -159,7 +162,7 @@ def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
 
 
 def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: Kept) -> None:
-    backend._meter = Meter([], print)
+    backend._meter = PowerMeter([], print)
     count = threading.active_count()
     run = backend.start(backend.prepare(ANSWERS, None), None)
     assert threading.active_count() == count
@@ -174,7 +177,7 @@ def test_a_sensor_that_hangs_is_waited_for_once(
     monkeypatch.setattr(power, "PATIENCE", 0.05)
     os.mkfifo(pipe := tmp_path / "power")  # a reader blocks until somebody writes
     log: list[str] = []
-    backend._meter = Meter([Sensor("VIN", pipe, pipe, pipe)], log.append)
+    backend._meter = PowerMeter([Sensor("VIN", pipe, pipe, pipe)], log.append)
     count = threading.active_count()
     for _ in range(3):
         timings = plan(backend, ANSWERS).timings

@@ -12,7 +12,7 @@ from thor_dflash.runtime.session import Session
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
-from thor_dflash.serving.planner.session_backend import WORTH_THINKING, LiveBackend
+from thor_dflash.serving.planner.session_backend import WORTH_THINKING, SessionBackend
 from thor_dflash.serving.protocol.messages import Message, PlanRequest, PrefixPut
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
@@ -22,7 +22,7 @@ ASK = PlanRequest(messages=CHAT, thinking="auto", max_tokens=20)
 
 @pytest.mark.parametrize("name", [None, "arm"])
 def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str | None) -> None:
-    backend = LiveBackend(session, ServeConfig(thinking_budget=500))
+    backend = SessionBackend(session, ServeConfig(thinking_budget=500))
     put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {session.model.chunk: 100.0}
     count = len(backend.prepare(ASK, None).prompt)
@@ -51,7 +51,7 @@ def test_where_thinking_is_off_no_budget_brings_it_back(
     session: Session, mock: bool, default: Any, ask: PlanRequest
 ) -> None:
     config = ServeConfig(thinking=default)
-    backend: Backend = MockBackend(config) if mock else LiveBackend(session, config)
+    backend: Backend = MockBackend(config) if mock else SessionBackend(session, config)
     relaxed = structs.replace(ask, accept_mode="relaxed_thinking")
     result = LocalPlanner(backend).plan(relaxed)
     assert (result.usage.thinking_tokens, result.accept_mode) == (0, "exact")

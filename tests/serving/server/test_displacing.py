@@ -6,7 +6,7 @@ import pytest
 from support.scheduler_jobs import accept, full, job, leave, queue, run, urgent, waiting
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.planner.backend import Stop
+from thor_dflash.serving.planner.backend import StopReason
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import scheduler
@@ -71,7 +71,7 @@ def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves
 
 
 @pytest.mark.parametrize("stop", ["cancelled", "preempted"])
-def test_a_running_plan_that_ends_already_is_place_enough(stop: Stop) -> None:
+def test_a_running_plan_that_ends_already_is_place_enough(stop: StopReason) -> None:
     books = Scheduler(2)
     full(books, runs=9, a=1, b=9)
     assert books.running

@@ -144,9 +144,9 @@ def test_plans_are_checked_first_and_all_before_the_end() -> None:
 def test_a_prompt_that_cannot_fit_is_not_encoded(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thor_dflash.serving.planner.session_backend import LiveBackend
+    from thor_dflash.serving.planner.session_backend import SessionBackend
 
-    backend = LiveBackend(session, ServeConfig())
+    backend = SessionBackend(session, ServeConfig())
     long = "cup " * 250_000
     requests = {
         "prompt": lambda: backend.validate(messages.Validate(prompt=long)),
@@ -155,7 +155,7 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
         ),
     }
     few, limit = backend.validate(messages.Validate(prompt="cup")), session.model.limit
-    monkeypatch.setattr(session.text, "encode", lambda text: pytest.fail("it was encoded"))
+    monkeypatch.setattr(session.tokenizer, "encode", lambda text: pytest.fail("it was encoded"))
     for field, ask in requests.items():
         with pytest.raises(PlanError, match=rf"must be <= {limit} tokens") as caught:
             ask()

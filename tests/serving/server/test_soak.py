@@ -11,7 +11,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 
 COUNT = 150
 
@@ -19,7 +19,7 @@ COUNT = 150
 def test_every_plan_is_answered_once_and_as_if_it_were_alone(house: Any) -> None:
     config = ServeConfig()
     session = open_session(package(), EngineConfig(threads=1), Silent())
-    server = house.serve(LiveBackend(session, config))
+    server = house.serve(SessionBackend(session, config))
     soak = Soak(server.endpoints[0], seed=7)
     try:
         soak.run(COUNT)

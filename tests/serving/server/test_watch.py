@@ -23,7 +23,7 @@ from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
-from thor_dflash.serving.planner.session_backend import LiveBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.server import host_info, trace
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.server import Server
@@ -322,7 +322,7 @@ def test_idle_time_before_each_step_is_left_to_others_and_counted(
     )
     told = []
     for idle in (0, 700):
-        backend = LiveBackend(session, ServeConfig(yield_us=idle))
+        backend = SessionBackend(session, ServeConfig(yield_us=idle))
         told.append(LocalPlanner(backend).plan(ask))
     assert told[0].tokens == told[1].tokens
     assert told[1].spec

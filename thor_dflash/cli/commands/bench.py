@@ -250,7 +250,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> P
 def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
     """Write the package to an empty directory."""
     from thor_dflash.package import manifest
-    from thor_dflash.runtime.decoding.model_runner import Model
+    from thor_dflash.runtime.decoding.model_runner import ModelRunner
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
     from thor_dflash.runtime.measure.random_weights import RandomWeights, SavedWeights
 
@@ -260,7 +260,7 @@ def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
         raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
     fill = SavedWeights(RandomWeights(part, config.engine.cubins_directory), progress)
     with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
-        Model(engine, made, made.capacity, made.block)
+        ModelRunner(engine, made, made.capacity, made.block)
     files = sorted(p for p in part.rglob("*") if p.is_file() and p.name != manifest.NAME)
     with progress.task("hashing", sum(p.stat().st_size for p in files), "bytes") as task:
         entries = {
@@ -285,7 +285,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     Raises:
         ConfigError: the context is too short for that.
     """
-    from thor_dflash.runtime.decoding.proposers import Dflash, Nobody
+    from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
     from thor_dflash.runtime.measure.bench_report import Figure
     from thor_dflash.runtime.measure.startup import since_start
     from thor_dflash.runtime.session import Request, open_session
@@ -300,7 +300,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
                 f"engine.capacity must be at least {capacity + lacks} for --ready: a prompt of "
                 f"{len(ASKED)} tokens, an answer of {ANSWERED} and a block (got {capacity})"
             )
-        drafter = Dflash() if session.manifest.drafter else Nobody()
+        drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
         asked = Request(prompt=ASKED, max_tokens=ANSWERED, stop=frozenset())
         for _ in session.run(asked, drafter):
             pass

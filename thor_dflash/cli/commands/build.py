@@ -15,7 +15,7 @@ from thor_dflash.package.tokenizer_files import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
-    from thor_dflash.runtime.text.tokenizer import Text
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 SAID = "Hello"
 NAMED = 8
@@ -68,18 +68,18 @@ def _chats(target: Path) -> bool:
         PackageError: a session could not read them.
         CheckpointError: the template cannot render a chat.
     """
-    from thor_dflash.runtime.text.tokenizer import Text
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
 
     if not tokenizer_files(target):
         return False
-    text = Text.load(target)
+    text = Tokenizer.load(target)
     if text.chats:
         for thinking in (True, False):
             _render(text, target, thinking)
     return text.chats
 
 
-def _render(text: Text, target: Path, thinking: bool) -> None:
+def _render(text: Tokenizer, target: Path, thinking: bool) -> None:
     rule = f"{target}: the chat template must render what a user says"
     try:
         prompt = text.render([{"role": "user", "content": SAID}], thinking)

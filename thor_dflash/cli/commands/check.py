@@ -140,7 +140,7 @@ def _other(package: Path, config: EngineConfig, progress: Progress) -> Session:
 def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
     from thor_dflash.core.extras import extra
-    from thor_dflash.runtime.decoding.model_runner import Model
+    from thor_dflash.runtime.decoding.model_runner import ModelRunner
     from thor_dflash.runtime.session import Session
 
     with extra("ort"):
@@ -151,7 +151,7 @@ def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     capacity, block = config.capacity or found.capacity, config.block or found.block
     engine = OrtEngine(package, config.threads)
     own = replace(found, engine="ort")
-    return Session(Model(engine, own, capacity, block, (config.chunk or found.chunk,)), None)
+    return Session(ModelRunner(engine, own, capacity, block, (config.chunk or found.chunk,)), None)
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -16,8 +16,9 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, amount, print_line
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import Chunk, Report
-    from thor_dflash.runtime.text.tokenizer import Answer, Piece
+    from thor_dflash.runtime.session import RequestReport, TokenChunk
+    from thor_dflash.runtime.text.thinking import TextPiece
+    from thor_dflash.runtime.text.tokenizer import Answer
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -31,7 +32,7 @@ class Printer:
         self._dim = False
         self._begun = False
 
-    def show(self, pieces: Iterable[Piece]) -> None:
+    def show(self, pieces: Iterable[TextPiece]) -> None:
         """Write some pieces of text."""
         for piece in pieces:
             if self._colour and piece.thinking != self._dim:
@@ -69,7 +70,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         progress.close()
         for text in endless(request):
             print_line(sys.stderr, f"note: {text}")
-        answer = Answer(session.text, request.prompt) if session.text else None
+        answer = Answer(session.tokenizer, request.prompt) if session.tokenizer else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
         if args.json:
             chunks = _reported(chunks, progress)
@@ -83,7 +84,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print_line(sys.stderr, _summary(output, report))
 
 
-def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[Chunk]:
+def _read(chunks: Iterator[TokenChunk], length: int, progress: Progress) -> Iterator[TokenChunk]:
     """Pass on the chunks, but turn those that read the prompt of `length` tokens into progress
     reports, unless one step reads all of it.
     """
@@ -98,7 +99,7 @@ def _read(chunks: Iterator[Chunk], length: int, progress: Progress) -> Iterator[
     yield from chunks
 
 
-def _reported(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
+def _reported(chunks: Iterator[TokenChunk], progress: Progress) -> Iterator[TokenChunk]:
     """Pass on the chunks of an answer that is not printed while it comes, as progress."""
     yield (chunk := next(chunks))  # the first is there once the prompt is read
     with progress.task("answering", None, "tokens") as task:
@@ -108,7 +109,7 @@ def _reported(chunks: Iterator[Chunk], progress: Progress) -> Iterator[Chunk]:
             yield chunk
 
 
-def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> Completion:
+def _stream(chunks: Iterator[TokenChunk], answer: Answer | None, *, quiet: bool) -> Completion:
     output, printer = Completion([]), Printer(sys.stdout)
     start = time.perf_counter()
     try:
@@ -126,14 +127,14 @@ def _stream(chunks: Iterator[Chunk], answer: Answer | None, *, quiet: bool) -> C
     return output
 
 
-def _ids(tokens: tuple[int, ...]) -> list[Piece]:
-    from thor_dflash.runtime.text.tokenizer import Piece
+def _ids(tokens: tuple[int, ...]) -> list[TextPiece]:
+    from thor_dflash.runtime.text.thinking import TextPiece
 
-    return [Piece(f"{token} ", thinking=False) for token in tokens]
+    return [TextPiece(f"{token} ", thinking=False) for token in tokens]
 
 
 def _result(
-    prompt: tuple[int, ...], output: Completion, answer: Answer | None, report: Report
+    prompt: tuple[int, ...], output: Completion, answer: Answer | None, report: RequestReport
 ) -> dict[str, object]:
     return {
         "tokens": output.tokens,
@@ -153,7 +154,7 @@ def _result(
     }
 
 
-def _summary(output: Completion, report: Report) -> str:
+def _summary(output: Completion, report: RequestReport) -> str:
     count, spec = len(output.tokens), report.spec
     return (
         f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "

@@ -7,28 +7,19 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli.commands.generate import Printer
 from thor_dflash.cli.input_files import read_chat, read_schema
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, ProgressTask, print_line
+from thor_dflash.runtime.text.thinking import TextPiece
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.text.tokenizer import Piece
     from thor_dflash.serving.protocol.messages import Event, PlanRequest, Result
 
 
 GAP = "pieces are missing here: the server dropped them, as they were not read in time"
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Like runtime.text.Piece, whose module imports packages that a client does not have."""
-
-    text: str
-    thinking: bool
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -88,8 +79,7 @@ def _show(events: Iterator[Event]) -> Result:
             if not isinstance(event, Chunk):
                 break
             if event.text is not None and not missing:
-                piece = TextPiece(event.text, event.kind == "thinking")
-                printer.show([cast("Piece", piece)])
+                printer.show([TextPiece(event.text, event.kind == "thinking")])
         else:
             raise AssertionError("a stream ends with its result")
     if missing:

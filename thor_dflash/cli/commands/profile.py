@@ -30,10 +30,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from thor_dflash.runtime.doctor.facts import Finding
-    from thor_dflash.runtime.measure.profile import Inside, Profile, Run, Subject
+    from thor_dflash.runtime.measure.profile import (
+        CycleBreakdown,
+        Profile,
+        ProfileRun,
+        ProfileSubject,
+    )
     from thor_dflash.runtime.session import Request, Session
 
-    Taken = tuple[Run, tuple[float, float]]
+    Taken = tuple[ProfileRun, tuple[float, float]]
     """A measured run, and its start and end, seconds of `time.perf_counter`."""
 
 RUNS = 15
@@ -49,7 +54,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     base = _check(args)
     from thor_dflash.runtime.doctor import jetson
     from thor_dflash.runtime.doctor.local_machine import LocalMachine
-    from thor_dflash.runtime.measure.power import Watch, find, junction
+    from thor_dflash.runtime.measure.power import PowerSampler, find_sensors, junction
     from thor_dflash.runtime.measure.profile import profile, stretches
     from thor_dflash.runtime.session import open_session
 
@@ -63,7 +68,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         if base and (told := base.subject.differs(subject)):
             same = "--compare must be a profile of the same question and settings"
             raise RequestError(f"{same} (got {'; '.join(told)})")
-        watch = Watch(find(), junction())
+        watch = PowerSampler(find_sensors(), junction())
         try:
             with watch:
                 watch.rest()
@@ -162,11 +167,11 @@ def _base(path: Path) -> Profile:
 
 def _subject(
     session: Session, request: Request, config: Config, speed: Sequence[Finding]
-) -> Subject:
-    from thor_dflash.runtime.measure.profile import Subject
+) -> ProfileSubject:
+    from thor_dflash.runtime.measure.profile import ProfileSubject
 
     ids = json.dumps(request.prompt)
-    return Subject(
+    return ProfileSubject(
         version=thor_dflash.__version__,
         package=_package(session.manifest),
         engine=session.manifest.engine,
@@ -254,33 +259,33 @@ def _runs(
             done = now
 
 
-def _answer(session: Session, request: Request) -> Run:
-    from thor_dflash.runtime.measure.profile import Beat, Run
+def _answer(session: Session, request: Request) -> ProfileRun:
+    from thor_dflash.runtime.measure.profile import ProfileRun, StepEnd
 
     tokens: list[int] = []
     start = time.perf_counter()
-    beats = [Beat(0.0, 0)]
+    beats = [StepEnd(0.0, 0)]
     for chunk in session.generate(request):
         committed = len(chunk.tokens) + (chunk.finish == "stop")  # plus the hidden stop id
-        beats.append(Beat(1e3 * (time.perf_counter() - start), committed))
+        beats.append(StepEnd(1e3 * (time.perf_counter() - start), committed))
         tokens += chunk.tokens
-    return Run(session.report(), tuple(tokens), tuple(beats))
+    return ProfileRun(session.report(), tuple(tokens), tuple(beats))
 
 
-def _text(session: Session, request: Request, runs: Sequence[Run]) -> str:
+def _text(session: Session, request: Request, runs: Sequence[ProfileRun]) -> str:
     """The last answer after its thinking; empty if the package has no tokenizer."""
     from thor_dflash.runtime.text.tokenizer import Answer
 
-    if session.text is None:
+    if session.tokenizer is None:
         return ""
-    answer = Answer(session.text, request.prompt)
+    answer = Answer(session.tokenizer, request.prompt)
     answer.feed(runs[-1].tokens)
     return answer.text()
 
 
 def _inside(
     session: Session, request: Request, config: Config, progress: Progress
-) -> Inside | None:
+) -> CycleBreakdown | None:
     """Times of a cycle's parts, for the engine that runs a cycle as one graph and can split it."""
     if session.manifest.engine != "cuda":
         return None

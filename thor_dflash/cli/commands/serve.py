@@ -19,7 +19,7 @@ from thor_dflash.core.strict_records import one_line, visible
 
 if TYPE_CHECKING:
     from thor_dflash.serving.planner.backend import Backend
-    from thor_dflash.serving.planner.prefix_store import Shelf
+    from thor_dflash.serving.planner.prefix_store import PrefixStore
     from thor_dflash.serving.server.server import Server
 
 SWITCH_S = 0.0005
@@ -157,19 +157,19 @@ def _load(
 
         return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
     from thor_dflash.runtime.session import open_session
-    from thor_dflash.serving.planner.session_backend import LiveBackend
+    from thor_dflash.serving.planner.session_backend import SessionBackend
 
     try:
         session = open_session(args.package, config.engine, progress, choose=True)
         progress.close()
-        return LiveBackend(session, config.serve, log, shelf)
+        return SessionBackend(session, config.serve, log, shelf)
     except BaseException:
         if shelf is not None:
             shelf.close()
         raise
 
 
-def _shelf(directory: str) -> Shelf:
-    from thor_dflash.serving.planner.prefix_store import Shelf
+def _shelf(directory: str) -> PrefixStore:
+    from thor_dflash.serving.planner.prefix_store import PrefixStore
 
-    return Shelf(Path(directory))
+    return PrefixStore(Path(directory))

@@ -11,7 +11,13 @@ from thor_dflash.cli.report.profile_text import TITLES, change, course, head, sp
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from thor_dflash.runtime.measure.profile import Inside, Phase, Profile, Spread, Stretch
+    from thor_dflash.runtime.measure.profile import (
+        CycleBreakdown,
+        Profile,
+        ProfilePhase,
+        Spread,
+        Stretch,
+    )
 
 WIDTH, HEIGHT = 860, 150
 """Size of a drawing in SVG units; it is scaled to the page."""
@@ -245,14 +251,14 @@ def _rows(bars: Sequence[tuple[str, float, str, str, float]]) -> str:
 
 
 def _phases(found: Profile) -> str:
-    def row(name: str, phase: Phase) -> tuple[str, float, str, str, float]:
+    def row(name: str, phase: ProfilePhase) -> tuple[str, float, str, str, float]:
         number = f"{phase.ms:.2f} ({phase.share:.1%})"
         return name, phase.ms, number, "bar" if phase.cycle_ms else "other", 0.0
 
     return _rows([row(name, phase) for name, phase in found.phases.items()])
 
 
-def _inside(inside: Inside | None) -> Iterator[str]:
+def _inside(inside: CycleBreakdown | None) -> Iterator[str]:
     if inside is None:
         return
     rate = inside.read_rate

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from thor_dflash.runtime.measure.profile import (
-        Inside,
-        Part,
-        Phase,
+        CycleBreakdown,
         Power,
         Profile,
+        ProfilePart,
+        ProfilePhase,
         Spread,
         Stretch,
     )
@@ -73,7 +73,7 @@ def _times(times: Mapping[str, Spread], before: Mapping[str, Spread]) -> list[st
     return lines
 
 
-def _phases(phases: Mapping[str, Phase]) -> list[str]:
+def _phases(phases: Mapping[str, ProfilePhase]) -> list[str]:
     wide = max(22, *(len(name) for name in phases))  # graphs that run as one have one long name
     lines = [f"{'where its time goes':<{wide + 2}}{'ms':>10}{'a cycle':>10}{'share':>10}"]
     for name, phase in phases.items():
@@ -83,7 +83,7 @@ def _phases(phases: Mapping[str, Phase]) -> list[str]:
     return lines
 
 
-def _inside(inside: Inside) -> Iterator[str]:
+def _inside(inside: CycleBreakdown) -> Iterator[str]:
     names = {part: part.graph if not part.name else f"  {part.name}" for part in inside.parts}
     wide = max(22, *map(len, names.values()))
     title = f"a cycle at {inside.context} tokens, taken apart"
@@ -100,7 +100,7 @@ def _inside(inside: Inside) -> Iterator[str]:
     yield f"  {note}"
 
 
-def _stream(part: Part, read_rate: float) -> str:
+def _stream(part: ProfilePart, read_rate: float) -> str:
     """The bytes that a part moves, and how fast."""
     if not part.nbytes:
         return ""

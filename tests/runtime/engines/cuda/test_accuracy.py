@@ -23,7 +23,7 @@ from thor_dflash.builders import build as builder
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.decoding.model_runner import Model
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="needs g++")
 
@@ -65,7 +65,7 @@ def results(root: Path, tokens: Sequence[int], engine: str, rows: str) -> dict[s
         return read(session.model, tokens)
 
 
-def read(model: Model, tokens: Sequence[int]) -> dict[str, Array]:
+def read(model: ModelRunner, tokens: Sequence[int]) -> dict[str, Array]:
     """The same; the prompt is read by prefill, the rest in blocks that are committed whole."""
     model.state.reset()
     for at in range(0, PROMPT, model.chunk):

@@ -21,7 +21,7 @@ from thor_dflash.plugins.cuda import kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import Shift
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
 from thor_dflash.runtime.engines.cuda.weight_loader import Files
 from thor_dflash.runtime.session import Session, open_session
@@ -39,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def cycles(s: Session, count: int) -> int:
     """Number of cycles of a request; with this driver each commits one token."""
-    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
+    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), DflashDrafter()))
 
 
 def test_each_engine_of_a_thread_works_in_its_own_context(made: Path, device: Fake) -> None:
@@ -86,7 +86,7 @@ def test_states_that_swap_places_separately_need_a_shift_each(
 
 def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: Fake) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
-        chunks = s.run(request(s, 0, 9), Dflash())
+        chunks = s.run(request(s, 0, 9), DflashDrafter())
         sent: list[int] = []
         for chunk in chunks:
             sent += [len(device.sent)] if chunk.tokens else []

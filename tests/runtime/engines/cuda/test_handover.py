@@ -18,7 +18,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
 from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Handed
@@ -262,7 +262,7 @@ def test_no_cycle_is_waited_for_to_its_end(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
-        chunks = (chunk for chunk in s.run(request(s, 0, 9), Dflash()) if chunk.tokens)
+        chunks = (chunk for chunk in s.run(request(s, 0, 9), DflashDrafter()) if chunk.tokens)
         next(chunks)
         seen = noted(device, monkeypatch)
         for _ in range(8):

@@ -18,7 +18,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import FREES, Driver
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.host_writes import SMALL, Ring
 from thor_dflash.runtime.session import Session, open_session
 
@@ -53,7 +53,7 @@ def during(
 
 def abandoned(s: Session) -> Any:
     """A request that was left after its first cycle, whose step may still be going on."""
-    chunks = s.run(request(s, 0, 9), Dflash())
+    chunks = s.run(request(s, 0, 9), DflashDrafter())
     next(chunk for chunk in chunks if chunk.tokens)
     return chunks
 
@@ -69,7 +69,9 @@ def test_a_finaliser_leaves_the_context_of_another_engines_step(
         left = abandoned(one)
         # The fake refuses work on a stream of a context that is not current.
         done = during(monkeypatch, device, name, left.close)
-        assert sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), Dflash())) == 9
+        assert (
+            sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), DflashDrafter())) == 9
+        )
         assert done()
         report = one.report()
         assert report.finish == "cancelled"
@@ -100,7 +102,9 @@ def test_a_finaliser_may_wait_during_the_capture_of_another_engine(
     ):
         left = abandoned(one)
         done = during(monkeypatch, device, "cuLaunchKernelEx", left.close)
-        assert sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), Dflash())) == 9
+        assert (
+            sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), DflashDrafter())) == 9
+        )
         assert done()
         assert one.report().timings.phases_ms["+".join(CYCLE)] == pytest.approx(MS)
         assert device.cuThreadExchangeStreamCaptureMode(0)[1] == 0

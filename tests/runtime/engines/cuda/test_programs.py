@@ -25,7 +25,7 @@ from thor_dflash.builders import build as builder
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import read
 from thor_dflash.plugins.registry import RULES
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -167,7 +167,7 @@ def test_no_answer_depends_on_memory_that_nothing_wrote(root: Path) -> None:
             emulate(patch, DEVICE)
             with closing(opened(root / "cuda")) as session:
                 asked = Request(prompt=tuple(range(40)), max_tokens=3)
-                answers.append(answer(session, asked, Dflash()))
+                answers.append(answer(session, asked, DflashDrafter()))
                 logits = session.model.read("logits")
             assert np.isfinite(logits).all()
     assert answers[0] == answers[1]

@@ -26,7 +26,7 @@ from thor_dflash.package.manifest import hash_file
 from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.runtime.decoding.proposers import Dflash
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
 from thor_dflash.runtime.session import Session, open_session
 
@@ -75,7 +75,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def cycles(s: Session, count: int) -> int:
     """Number of cycles of a request; with this driver each commits one token."""
-    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), Dflash()))
+    return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), DflashDrafter()))
 
 
 def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device: Fake) -> None:
