@@ -73,7 +73,7 @@ def session() -> Session:
 
 def text() -> Tokenizer:
     """Returns the session's tokenizer and chat template."""
-    found = session().text
+    found = session().tokenizer
     assert found is not None
     return found
 
