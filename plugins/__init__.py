@@ -1,7 +1,7 @@
-"""Floor 2: one folder (a room) per operator. `OPS` lists all of them; nothing registers itself.
+"""The fused operators, one folder each. `OPS` lists all of them; nothing registers itself.
 
-In a room, `__init__.py` holds the contract, `reference.py` the definition in numpy float64 and the
-test cases, `body.py` the ONNX function. The CUDA kernels and their launch rule are beside them.
+In a folder, `__init__.py` holds the contract, `reference.py` the definition in numpy float64 and
+the test cases, `onnx_body.py` the ONNX function, `launch.py` the launch rule of the CUDA kernels.
 """
 
 from thor_dflash.plugins.accept import OP as ACCEPT

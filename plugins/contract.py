@@ -1,4 +1,4 @@
-"""The contract of one operator (a room), and the cases that its implementations are tested on."""
+"""The contract of one operator, and the cases that its implementations are tested on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CACHE = (DType.F32, DType.BF16, DType.FP8)
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output. Letters in `shape` are bound by the inputs' shapes; `#` stands for the
+    """One input or output. Symbols in `shape` are bound by the inputs' shapes; `#` stands for the
     index of the group's repetition.
     """
 
@@ -81,7 +81,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OpCase:
     """Inputs and attributes to run an implementation on; absent optional inputs are left out."""
 
     name: str
@@ -104,14 +104,14 @@ class Op:
     attributes: Mapping[str, Attribute]
     """Every attribute with its default."""
     reference: Callable[[Arrays, Attributes], dict[str, Array]]
-    cases: Callable[[np.random.Generator], Iterator[Case]]
-    room: Path
+    cases: Callable[[np.random.Generator], Iterator[OpCase]]
+    folder: Path
     group: tuple[Port, ...] = ()
     out_group: tuple[Port, ...] = ()
     repeats: Callable[[Attributes], tuple[int, int]] = lambda _: (0, 0)
     """Repetitions of `group` and of `out_group`."""
     derived: Callable[[Attributes], Mapping[str, int]] = lambda _: {}
-    """Sizes, computed from the attributes, of output letters that the inputs do not bind."""
+    """Sizes, computed from the attributes, of output symbols that the inputs do not bind."""
     absent: Callable[[Attributes], frozenset[str]] = lambda _: frozenset()
     """Outputs that a call with these attributes does not have."""
     aliases: Mapping[str, str] | None = None
@@ -161,13 +161,13 @@ class Op:
 def bind(
     op: Op, shapes: Mapping[str, tuple[int | str, ...]], attributes: Attributes
 ) -> dict[str, int | str]:
-    """Bind the contract's letters to sizes from input shapes, which may contain symbols themselves.
+    """Bind the contract's symbols to sizes from input shapes, which may contain symbols themselves.
 
     Raises:
         ValueError: a rank or size differs from the contract, or an input is missing; names the
             port.
     """
-    letters: dict[str, int | str] = {}
+    symbols: dict[str, int | str] = {}
     for port in op.inputs_of(attributes):
         if port.name not in shapes:
             if not port.optional:
@@ -176,8 +176,8 @@ def bind(
         shape = shapes[port.name]
         if len(shape) != len(port.shape):
             raise ValueError(f"{op.name}.{port.name} must be {port.shape} (got {shape})")
-        for letter, size in zip(port.shape, shape, strict=True):
-            want = letters.setdefault(letter, size) if isinstance(letter, str) else letter
+        for symbol, size in zip(port.shape, shape, strict=True):
+            want = symbols.setdefault(symbol, size) if isinstance(symbol, str) else symbol
             if want != size:
-                raise ValueError(f"{op.name}.{port.name}: {letter} must be {want} (got {size})")
-    return {**letters, **op.derived(attributes)}
+                raise ValueError(f"{op.name}.{port.name}: {symbol} must be {want} (got {size})")
+    return {**symbols, **op.derived(attributes)}

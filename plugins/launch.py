@@ -1,17 +1,17 @@
 """Descriptions of kernel launches: kernels, grids and arguments.
 
-A room's `launch.py` defines `launches(site, device)`, which returns the launches of one call, in
-order. The code that runs them (the CUDA engine, a TensorRT plugin, a test) provides the memory for
-the arguments; a launch rule never sees an address.
-"""
+An operator's `launch.py` exports `KERNELS`. Its `launches(site, device)` returns the launches of
+one call, in order. The code that runs them (the CUDA engine, a TensorRT plugin, a test) provides
+the memory for the arguments; a launch rule never sees an address."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Attributes, Op
+from thor_dflash.plugins.contract import Attribute, Attributes, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,15 @@ class Shaped:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One call of a room with all sizes known. Ports that the call leaves out are absent."""
+class CallSite:
+    """One call of an operator with all sizes known. Ports that the call leaves out are absent."""
 
     op: Op
     attributes: Attributes
     ports: Mapping[str, Shaped]
-    """Inputs and outputs of the contract by name, and ports added by programs or `Rule.packed`."""
-    following: Site | None = None
+    """Inputs and outputs of the contract by name, and ports added by programs or
+    `OpKernels.packed`."""
+    following: CallSite | None = None
     """The call whose weight this one prefetches (AHEAD), if it is known."""
 
     def size(self, port: str, axis: int) -> int:
@@ -65,14 +66,14 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class Pointer:
     """An argument: the address of a port; a null pointer if the call leaves it out."""
 
     port: str
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class PointerTable:
     """An argument: the address of a table in device memory with the addresses of several ports, u64
     each.
     """
@@ -81,7 +82,7 @@ class Addresses:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class BufferOffset:
     """An argument: the address of an int64 in device memory, an offset in bytes to the addresses of
     some states. It is added to the address of an input and subtracted from that of an output, so
     that a state that is not updated in place can alternate between two buffers. A null pointer if
@@ -126,24 +127,24 @@ class Table:
     values: Array
 
 
-Argument = At | Addresses | Shift | Int | Real | Scratch | Table
+Argument = Pointer | PointerTable | BufferOffset | Int | Real | Scratch | Table
 NO_DEFINES: Mapping[str, int] = {}
 
 
-AHEAD = "next_packed"
+PREFETCHED = "next_packed"
 """Port of a call that prefetches: the packed weight of the next product, which a later call
 reads."""
-MOST_AHEAD = 24 << 20
+MOST_PREFETCHED = 24 << 20
 """Most bytes of a weight to prefetch: a Thor's L2 cache has 32 MiB, an H100's 50."""
 
 
-def ahead(site: Site, blocks: int) -> tuple[At, Int]:
+def prefetch_next(site: CallSite, blocks: int) -> tuple[Pointer, Int]:
     """Returns arguments for a launch that leaves memory idle: the next product's weight, if the
     call has it, and the bytes of it that each of `blocks` blocks prefetches into the L2 cache
     (cuda/prefetch.cuh).
     """
-    nbytes = site.ports[AHEAD].nbytes if AHEAD in site else 0
-    return At(AHEAD), Int(min(nbytes, MOST_AHEAD) // blocks // 16 * 16)
+    nbytes = site.ports[PREFETCHED].nbytes if PREFETCHED in site else 0
+    return Pointer(PREFETCHED), Int(min(nbytes, MOST_PREFETCHED) // blocks // 16 * 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Launch:
     """One kernel launch."""
 
     kernel: str
-    """Entry point in the room's source file."""
+    """Entry point in the operator's source file."""
     grid: tuple[int, int, int]
     threads: int
     """Threads per block."""
@@ -161,9 +162,61 @@ class Launch:
     defines: Mapping[str, int] = field(default_factory=lambda: NO_DEFINES)
     """Compile-time constants: -Dname=value. Each source file and set of constants has one cubin."""
     source: str = "kernel.cu"
-    """File in the room's folder."""
+    """File in the operator's folder."""
     overlap: bool = True
     """Whether it may start before the previous launch has ended; its kernel calls
     wait_for_previous."""
     cluster: int = 1
     """Blocks of a cluster, along x."""
+
+
+Pack = Callable[[CallSite, Mapping[str, Array]], dict[str, Array]]
+Fuses = Callable[[Mapping[str, Attribute]], bool]
+"""Whether a call with these attributes can do part of the next product's prologue."""
+
+
+def never(attributes: Mapping[str, Attribute]) -> bool:
+    """A `Fuses` that no call has."""
+    return False
+
+
+def always(attributes: Mapping[str, Attribute]) -> bool:
+    """A `Fuses` that every call has."""
+    return True
+
+
+def _nothing(site: CallSite) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpKernels:
+    """The kernels of one operator, as engines and builders use them."""
+
+    op: Op
+    launches: Callable[[CallSite, Device], tuple[Launch, ...]]
+    refuse: Callable[[CallSite], str] = _nothing
+    """Returns why the kernels cannot run a call, or "" if they can."""
+    in_place: frozenset[str] = frozenset()
+    """Outputs that overwrite the input whose next value they are."""
+    optional: frozenset[str] = frozenset()
+    """Outputs that a call may leave out if nothing reads them."""
+    packed: Callable[[CallSite], Mapping[str, Shaped]] | None = None
+    """Returns the ports that replace weight#, block_scale# and row_scale#."""
+    pack: Pack | None = None
+    prefetches: Fuses = never
+    """Can prefetch the next product's weight, in a call of few rows: port next_packed."""
+    writes_slabs: Fuses = never
+    """Can write its rows in the form of the next product's input: port y0_slabs."""
+    fuses_norm: Fuses = never
+    """The same with the next norm's weight applied: ports next_norm_weight, y0_slabs,
+    y0_squares."""
+    fuses_head_norm: Fuses = never
+    """The same with the weight of a norm by head and the silu of a gate: ports next_gate,
+    next_norm_weight, y0_slabs, y0_squares (by head)."""
+    fuses_gate: Fuses = never
+    """The same with the sigmoid of a gate: ports next_gate, y0_slabs."""
+
+    def source(self, launch: Launch) -> Path:
+        """The source file of one of the launches."""
+        return self.op.folder / launch.source

@@ -1,4 +1,6 @@
-"""The arithmetic that rooms share, in numpy float64: the reference for all bodies and kernels."""
+"""The arithmetic that operators share, in numpy float64: the reference for all bodies and
+kernels.
+"""
 
 from __future__ import annotations
 

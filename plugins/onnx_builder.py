@@ -1,4 +1,4 @@
-"""Writes ONNX node by node: function bodies of the rooms, and whole graphs.
+"""Writes ONNX node by node: function bodies of the operators, and whole graphs.
 
 A body defines a node in standard ONNX operators: ONNX Runtime inlines it, while TensorRT and the
 CUDA engine ignore it and run their own kernel for the node.
@@ -30,11 +30,11 @@ ONNX_TYPE: dict[DType, int] = {
     DType.BOOL: onnx.TensorProto.BOOL,
 }
 
-Step = Callable[["Body", tuple[str, ...]], tuple[list[str], list[str]]]
+Step = Callable[["FunctionBuilder", tuple[str, ...]], tuple[list[str], list[str]]]
 """Loop body: values of one iteration -> (values carried to the next one, collected values)."""
 
 
-class Body:
+class FunctionBuilder:
     """A list of nodes under construction. Values are represented by their names."""
 
     def __init__(self, prefix: str = "") -> None:
@@ -126,10 +126,10 @@ class Body:
         """x * sigmoid(x)."""
         return self.op("Mul", x, self.op("Sigmoid", x))
 
-    def sub(self) -> Body:
+    def sub(self) -> FunctionBuilder:
         """Returns an empty body for a subgraph; its names cannot collide with this body's."""
         self._count += 1
-        return Body(f"{self._prefix}s{self._count}_")
+        return FunctionBuilder(f"{self._prefix}s{self._count}_")
 
     def loop(
         self,
@@ -212,8 +212,8 @@ class Body:
     def branch(
         self,
         condition: str,
-        then: Callable[[Body], str],
-        other: Callable[[Body], str],
+        then: Callable[[FunctionBuilder], str],
+        other: Callable[[FunctionBuilder], str],
         dtype: DType,
     ) -> str:
         """`then if condition else other`; only the branch that is taken is computed."""
@@ -231,7 +231,7 @@ class Body:
         return name
 
 
-def _outputs(sub: Body, on: list[str], out: list[str]) -> tuple[list[str], list[str]]:
+def _outputs(sub: FunctionBuilder, on: list[str], out: list[str]) -> tuple[list[str], list[str]]:
     """Returns a subgraph's outputs, so that each is a distinct value made inside the subgraph.
 
     Inserts an Identity only where necessary, as it copies the value, which is slow for a state.
@@ -279,17 +279,17 @@ class Inputs:
         """Element type of an input that is present."""
         return self._dtypes[port]
 
-    def f32(self, b: Body, port: str) -> str:
+    def f32(self, b: FunctionBuilder, port: str) -> str:
         """The input in float32."""
         return port if self._dtypes[port] is DType.F32 else b.cast(port, DType.F32)
 
 
-BodyMaker = Callable[[Body, Inputs, Attributes], Mapping[str, str]]
-"""A room's body: adds nodes to the Body and returns output port -> value."""
+BodyMaker = Callable[[FunctionBuilder, Inputs, Attributes], Mapping[str, str]]
+"""An operator's body: adds nodes to the Body and returns output port -> value."""
 
 
 def overload(op: Op, dtypes: Mapping[str, DType], attributes: Attributes) -> str:
-    """Name of one variant of a room's body, a hash of input types and attributes."""
+    """Name of one variant of an operator's body, a hash of input types and attributes."""
     text = repr(
         (
             op.name,
@@ -304,7 +304,7 @@ def function(
     op: Op, make: BodyMaker, dtypes: Mapping[str, DType], attributes: Attributes
 ) -> onnx.FunctionProto:
     """The ONNX local function of one variant."""
-    b = Body()
+    b = FunctionBuilder()
     made = make(b, Inputs(dtypes), attributes)
     outputs = [p.name for p in op.outputs_of(attributes)]
     b.nodes.extend(helper.make_node("Identity", [made[name]], [name]) for name in outputs)
@@ -327,7 +327,8 @@ def call(
     dtypes: Mapping[str, DType],
     attributes: Attributes,
 ) -> onnx.NodeProto:
-    """Returns the node that calls a room. Absent optional inputs are empty strings in their place.
+    """Returns the node that calls an operator. Absent optional inputs are empty strings in their
+    place.
 
     TensorRT 10.7 to 11 all prefer a registered plugin to the body if the node itself has the
     attributes for plugin namespace and version.

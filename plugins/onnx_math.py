@@ -1,4 +1,6 @@
-"""The arithmetic that rooms share, as ONNX nodes in float32; numerics.py has the same in numpy."""
+"""The arithmetic that operators share, as ONNX nodes in float32; numpy_math.py has the same in
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,24 @@ import numpy as np
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.numpy_math import E2M1, NVFP4_GROUP, inverse_frequency
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
-def rms_norm(b: Body, x: str, weight: str, eps: float, offset: float) -> str:
+def rms_norm(b: FunctionBuilder, x: str, weight: str, eps: float, offset: float) -> str:
     """x / rms(x) * (offset + weight) over the last axis."""
     mean = b.op("ReduceMean", b.op("Mul", x, x), b.i64(-1), keepdims=1)
     root = b.op("Sqrt", b.op("Add", mean, b.f32(eps)))
     return b.op("Mul", b.op("Div", x, root), b.op("Add", weight, b.f32(offset)))
 
 
-def positions(b: Body, length: str, rows: str) -> str:
+def positions(b: FunctionBuilder, length: str, rows: str) -> str:
     """int64 [T]: length, length + 1, ... for as many rows as `rows` has."""
     count = b.op("Squeeze", b.op("Shape", rows, start=0, end=1))
     steps = b.op("Range", b.scalar(0), count, b.scalar(1))
     return b.op("Add", steps, b.cast(length, DType.I64))
 
 
-def rope(b: Body, x: str, at: str, head_dim: int, rotary_dim: int, theta: float) -> str:
+def rope(b: FunctionBuilder, x: str, at: str, head_dim: int, rotary_dim: int, theta: float) -> str:
     """Rotate x [T, heads, D] at positions `at` int64 [T]."""
     half = rotary_dim // 2
     frequency = b.const(inverse_frequency(rotary_dim, theta).reshape(1, 1, half))
@@ -38,7 +40,7 @@ def rope(b: Body, x: str, at: str, head_dim: int, rotary_dim: int, theta: float)
     return b.concat(2, *turned, *rest)
 
 
-def dequantise(b: Body, x: Inputs, weight: str, block_scale: str) -> str:
+def dequantise(b: FunctionBuilder, x: Inputs, weight: str, block_scale: str) -> str:
     """A stored weight as float32 [N, K], without row scales."""
     if x.dtype(weight) is not DType.U8:
         return x.f32(b, weight)
@@ -52,19 +54,21 @@ def dequantise(b: Body, x: Inputs, weight: str, block_scale: str) -> str:
     return b.reshape(b.op("Mul", values, scale), 0, -1)
 
 
-def project(b: Body, x: Inputs, rows: str, weight: str, block_scale: str, row_scale: str) -> str:
+def project(
+    b: FunctionBuilder, x: Inputs, rows: str, weight: str, block_scale: str, row_scale: str
+) -> str:
     """rows float32 [T, K] times one stored weight: float32 [T, N]."""
     wide = b.op("Transpose", dequantise(b, x, weight, block_scale), perm=(1, 0))
     product = b.op("MatMul", rows, wide)
     return b.op("Mul", product, x[row_scale]) if row_scale in x else product
 
 
-def heads_first(b: Body, x: str, heads: int, head_dim: int) -> str:
+def heads_first(b: FunctionBuilder, x: str, heads: int, head_dim: int) -> str:
     """[T, heads * D] -> [heads, T, D]."""
     return b.op("Transpose", b.reshape(x, 0, heads, head_dim), perm=(1, 0, 2))
 
 
-def scatter_rows(b: Body, cache: str, rows: str, slots: str, heads: int) -> str:
+def scatter_rows(b: FunctionBuilder, cache: str, rows: str, slots: str, heads: int) -> str:
     """Writes rows [heads, T, D] to cache [heads, N, D] at slots int64 [T] of every head."""
     count = b.op("Shape", slots)
     shape = b.concat(0, b.i64(heads), count, b.i64(1))

@@ -1,4 +1,4 @@
-"""The ONNX body of every room. Apart from `OPS`, so that the runtime never imports onnx."""
+"""The ONNX body of every operator. Apart from `OPS`, so that the runtime never imports onnx."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import ALIGNMENT, Program, Step, Value, Weight
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN, Attributes
-from thor_dflash.plugins.launch import AHEAD, Shaped, Site
+from thor_dflash.plugins.launch import PREFETCHED, CallSite, Shaped
 from thor_dflash.plugins.linear.decode_launch import (
     SQUARES_ROWS,
     head_squares,
@@ -32,7 +32,7 @@ from thor_dflash.plugins.linear.decode_launch import (
     takes_heads,
 )
 from thor_dflash.plugins.linear.prologue_launch import SLAB
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 
 _TYPES = {op.type: op for op in OPS}
 _DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,
@@ -170,7 +170,7 @@ class _Lowering:
         read = {n for call in self.calls for n in call.inputs.values()}
         read |= {o.name for o in self.model.graph.output}
         for call in self.calls:
-            rule = RULES[call.room]
+            rule = KERNELS[call.room]
             call.outputs = {
                 port: name
                 for port, name in call.outputs.items()
@@ -220,7 +220,7 @@ class _Lowering:
     def pack(self) -> None:
         """Replace the weights of each call by their packed form; keep other constants."""
         for call in self.calls:
-            rule = RULES[call.room]
+            rule = KERNELS[call.room]
             if rule.packed is not None:
                 ports = [p for p in call.inputs if p.rstrip("0123456789") in _WEIGHT_PORTS]
                 sources = {port: call.inputs.pop(port) for port in ports}
@@ -246,9 +246,9 @@ class _Lowering:
             if "packed" in call.inputs:
                 fetched = before is not None and self._few(call)
                 if before is not None and fetched:
-                    before.inputs[AHEAD] = call.inputs["packed"]
+                    before.inputs[PREFETCHED] = call.inputs["packed"]
                 before, idle = (call if fetched and idle else None), False
-            elif RULES[call.room].ahead(call.attributes):
+            elif KERNELS[call.room].prefetches(call.attributes):
                 before, idle = call, True
 
     def _place(self, name: str) -> None:
@@ -266,18 +266,18 @@ class _Lowering:
             dtype=stored.dtype.value, shape=stored.shape, file=stored.file, offset=stored.offset
         )
 
-    def site(self, call: RoomCall, more: Mapping[str, str]) -> Site:
+    def site(self, call: RoomCall, more: Mapping[str, str]) -> CallSite:
         """Return the call with every size a number; NOMINAL stands for sizes a session decides."""
         ports: dict[str, Shaped] = {}
         for port, name in {**call.inputs, **more, **call.outputs}.items():
             known = self.known[name]
             shape = tuple(NOMINAL if isinstance(d, str) else d for d in known.shape)
             ports[port] = Shaped(known.dtype, shape)
-        return Site(RULES[call.room].op, Attributes(call.attributes), ports)
+        return CallSite(KERNELS[call.room].op, Attributes(call.attributes), ports)
 
-    def check(self, call: RoomCall, site: Site) -> None:
+    def check(self, call: RoomCall, site: CallSite) -> None:
         """Refuse at build time what the engine would refuse when it loads the package."""
-        if why := RULES[call.room].refuse(site):
+        if why := KERNELS[call.room].refuse(site):
             # Only the rows of a block have a bound. Those of a weight are the checkpoint's.
             bound = " at most " in why and " rows (" in why
             hint = "; build.block and build.widths set the rows of a step" if bound else ""
@@ -332,13 +332,19 @@ _WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
 
 def _prepares(maker: RoomCall, call: RoomCall) -> bool:
     """Whether a call can write its rows as slabs for another call's product."""
-    rule, gate = RULES[maker.room], call.attributes.get("gate", "none")
+    rule, gate = KERNELS[maker.room], call.attributes.get("gate", "none")
     if call.attributes.get("head_dim", 0):
         normed = "norm_weight" in call.inputs
-        return normed and gate == "silu" and rule.finishes(maker.attributes)
+        return normed and gate == "silu" and rule.fuses_head_norm(maker.attributes)
     if gate != "none":
-        return gate == "sigmoid" and "norm_weight" not in call.inputs and rule.gates
-    return (rule.norms if "norm_weight" in call.inputs else rule.slabs)(maker.attributes)
+        return (
+            gate == "sigmoid"
+            and "norm_weight" not in call.inputs
+            and rule.fuses_gate(maker.attributes)
+        )
+    return (rule.fuses_norm if "norm_weight" in call.inputs else rule.writes_slabs)(
+        maker.attributes
+    )
 
 
 def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:

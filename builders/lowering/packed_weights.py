@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from thor_dflash.builders.output.weight_files import Stored, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
-from thor_dflash.plugins.launch import Site
-from thor_dflash.plugins.registry import Rule
+from thor_dflash.plugins.launch import CallSite, OpKernels
 
 CONSTANTS = f"{WEIGHTS}constants.bin"
 """The file of constants that the graphs hold themselves."""
@@ -47,7 +46,9 @@ class Packing:
                 CONSTANTS, name, DType.of(value), value.shape, lambda: value
             )
 
-    def packed(self, rule: Rule, site: Site, sources: Mapping[str, str]) -> dict[str, Stored]:
+    def packed(
+        self, rule: OpKernels, site: CallSite, sources: Mapping[str, str]
+    ) -> dict[str, Stored]:
         """Add the packed form of a call's weights, `sources` (port -> name). Returns port -> packed
         weight.
         """
@@ -71,7 +72,7 @@ class Packing:
         return made
 
     def _maker(
-        self, rule: Rule, site: Site, stem: str, port: str, sources: Mapping[str, str]
+        self, rule: OpKernels, site: CallSite, stem: str, port: str, sources: Mapping[str, str]
     ) -> Callable[[], Array]:
         def make() -> Array:
             if stem not in self._last:

@@ -29,7 +29,7 @@ from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.linear.onnx_body import prologue
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 OPSET = 23
 """The first opset with 4-bit floats in DequantizeLinear."""
@@ -71,7 +71,7 @@ class Dense:
         """See Rewrite."""
         a = Attributes(step.attributes)
         ports = self._ports(step)
-        b = Body(f"{step.name}.")
+        b = FunctionBuilder(f"{step.name}.")
         x = _Wired({p: self._dtype(n) for p, n in ports.items()}, ports)
         rows = prologue(b, x, a)
         if a.integer("head_dim"):
@@ -96,7 +96,7 @@ class Dense:
             sheet.constants[name] = self.constants.tensor(name)
             assert port != "x", step.name
 
-    def _products(self, b: Body, step: Step, rows: str) -> Iterator[str]:
+    def _products(self, b: FunctionBuilder, step: Step, rows: str) -> Iterator[str]:
         """Yield the product of every segment, bf16 [T, N], in order. Rows are quantised once."""
         node = self._node(step)
         weights = self._weights(step)
@@ -156,7 +156,7 @@ class _Wired(Inputs):
     def __getitem__(self, port: str) -> str:
         return self._names[super().__getitem__(port)]
 
-    def f32(self, b: Body, port: str) -> str:
+    def f32(self, b: FunctionBuilder, port: str) -> str:
         return self[port] if self.dtype(port) is DType.F32 else b.cast(self[port], DType.F32)
 
 
@@ -167,7 +167,7 @@ def _ports(node: onnx.NodeProto) -> dict[str, str]:
     return {port.name: name for port, name in pairs if name}
 
 
-def _quantise(b: Body, rows: str, scale: Array) -> str:
+def _quantise(b: FunctionBuilder, rows: str, scale: Array) -> str:
     """Quantise rows bf16 [T, K] to NVFP4 and dequantise them to bf16."""
     codes, blocks = b.name(), b.name()
     wide = b.const(scale.astype(np.float32))
@@ -186,7 +186,7 @@ def _quantise(b: Body, rows: str, scale: Array) -> str:
     return b.op("DequantizeLinear", codes, scales, axis=-1, block_size=NVFP4_GROUP)
 
 
-def _dequantised(b: Body, codes: str, blocks: str, scale: float) -> str:
+def _dequantised(b: FunctionBuilder, codes: str, blocks: str, scale: float) -> str:
     """Dequantise a weight to float32 [N, K]. Nothing may come between the two nodes, which TensorRT
     takes for one double quantisation.
     """

@@ -18,10 +18,10 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, Step, Value, Weight
 from thor_dflash.plugins.contract import DOMAIN, NEXT, VERSION, Attributes
-from thor_dflash.plugins.launch import AHEAD, Shaped, Site
+from thor_dflash.plugins.launch import PREFETCHED, CallSite, Shaped
 from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET
-from thor_dflash.plugins.registry import RULES
-from thor_dflash.plugins.tensorrt.node import WORD, Node, describe
+from thor_dflash.plugins.registry import KERNELS
+from thor_dflash.plugins.tensorrt.node import WORD, PluginNode, describe
 
 NOMINAL = 128
 """Stands for a size that a session decides; no node depends on its value."""
@@ -56,7 +56,7 @@ class Sheet:
     values: dict[str, onnx.ValueInfoProto] = field(default_factory=dict[str, onnx.ValueInfoProto])
     weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
     """Weights that are inputs."""
-    plugins: list[tuple[str, Node]] = field(default_factory=list[tuple[str, Node]])
+    plugins: list[tuple[str, PluginNode]] = field(default_factory=list[tuple[str, PluginNode]])
     """Every custom node with its name, in order."""
     products: int = 0
     """Number of linears that a Rewrite has written."""
@@ -74,7 +74,7 @@ class Deployment:
     weights: Mapping[str, Weight]
     in_place: tuple[str, ...]
     """Outputs (next states) that their kernels write over the corresponding input (state)."""
-    plugins: tuple[tuple[str, Node], ...]
+    plugins: tuple[tuple[str, PluginNode], ...]
     """Every custom node with its name, in order."""
     products: int = 0
     """Number of linears whose products TensorRT computes itself, in FP4."""
@@ -97,7 +97,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
             sheet.products += 1
             continue
         sheet.nodes.append(_custom(program, step, outs, sheet))
-        kept = sorted(RULES[step.op].in_place)
+        kept = sorted(KERNELS[step.op].in_place)
         in_place += [step.ports[p] for p in kept if _is_state(step.ports.get(p, ""))]
     return Deployment(
         program.name,
@@ -113,7 +113,7 @@ def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
 
 def _written(step: Step, made: Collection[str]) -> set[str]:
     """Return the ports that a step writes: those whose values are new."""
-    op = RULES[step.op].op
+    op = KERNELS[step.op].op
     written = {port for port, value in step.ports.items() if value not in made}
     attributes = Attributes({**op.attributes, **step.attributes})
     reads = {port.name for port in op.inputs_of(attributes)} | {"next_gate", *_TAKEN}
@@ -132,7 +132,7 @@ def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
 
 def _trimmed(step: Step, kept: Collection[str]) -> Step:
     """Return a step that neither writes nor reads slabs other than `kept`."""
-    gone: set[str] = {AHEAD}  # TensorRT decides what runs after a step
+    gone: set[str] = {PREFETCHED}  # TensorRT decides what runs after a step
     for port, all_of_it in (("y0_slabs", _LEFT), ("x_slabs", _TAKEN)):
         if step.ports.get(port) not in kept:
             gone |= all_of_it
@@ -148,10 +148,10 @@ def _is_state(value: str) -> bool:
 
 
 def _custom(program: Program, step: Step, outs: Collection[str], sheet: Sheet) -> onnx.NodeProto:
-    rule = RULES[step.op]
+    rule = KERNELS[step.op]
     shapes = {port: _shaped(program, name) for port, name in step.ports.items()}
     attributes = Attributes({**rule.op.attributes, **step.attributes})
-    node = describe(Site(rule.op, attributes, shapes), outs)
+    node = describe(CallSite(rule.op, attributes, shapes), outs)
     sheet.plugins.append((step.name, node))
     for name in (step.ports[port] for port in node.inputs):
         if name in program.weights:

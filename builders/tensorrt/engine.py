@@ -26,9 +26,9 @@ from thor_dflash.builders.tensorrt.weight_constants import Constants
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
-from thor_dflash.plugins.cuda.driver import Info
+from thor_dflash.plugins.cuda.driver import DeviceInfo
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
-from thor_dflash.plugins.tensorrt.node import Node, fingerprint
+from thor_dflash.plugins.tensorrt.node import PluginNode, fingerprint
 from thor_dflash.plugins.tensorrt.plugin import deregister, register
 
 LEAST = (10, 13)
@@ -41,7 +41,7 @@ class Maker:
     """Builds engines one after another with one timing cache."""
 
     config: TensorRTConfig
-    device: Info
+    device: DeviceInfo
     progress: Progress
     messages: Messages = field(default_factory=Messages)
 
@@ -54,7 +54,7 @@ class Maker:
             )
 
     @contextmanager
-    def calls(self, nodes: Iterable[Node]) -> Generator[None]:
+    def calls(self, nodes: Iterable[PluginNode]) -> Generator[None]:
         """Register the plugins of these nodes with TensorRT for the duration of the block. They
         launch no kernels.
         """

@@ -29,8 +29,8 @@ from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import CHUNK_STEPS, FileEntry
 from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, PluginCall
 from thor_dflash.plugins.contract import NEXT
-from thor_dflash.plugins.cuda.driver import Driver, Info
-from thor_dflash.plugins.tensorrt.node import Node, fingerprint
+from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
+from thor_dflash.plugins.tensorrt.node import PluginNode, fingerprint
 
 LOG = "tensorrt.log"
 """File of TensorRT's warnings, in the package."""
@@ -49,7 +49,7 @@ class Maker(Protocol):
         ...
 
     @property
-    def device(self) -> Info:
+    def device(self) -> DeviceInfo:
         """The device that the engines are built on, and for."""
         ...
 
@@ -63,7 +63,7 @@ class Maker(Protocol):
         """TensorRT's warnings."""
         ...
 
-    def calls(self, nodes: Iterable[Node]) -> AbstractContextManager[None]:
+    def calls(self, nodes: Iterable[PluginNode]) -> AbstractContextManager[None]:
         """Register the plugins of these nodes with TensorRT for the duration of the block."""
         ...
 
@@ -249,7 +249,7 @@ def describe(
         weights=graph.weights,
         in_place=graph.in_place,
         nodes=tuple(
-            PluginCall(name=name, op=node.room, fields=node.fields())
+            PluginCall(name=name, op=node.op, fields=node.fields())
             for name, node in one.graphs[0].plugins
         ),
         made=BuildEnvironment(

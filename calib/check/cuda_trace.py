@@ -12,9 +12,9 @@ from thor_dflash.calib.check.trace_record import Outputs, Seen
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import Attributes, Op
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.launch import CallSite
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.protocol import Call
 
 EXACT = 2e-5
@@ -32,7 +32,7 @@ class Stepped(Protocol):
         """Wait until everything that the host wrote is in device memory."""
         ...
 
-    def site(self, call: Call, step: Step) -> Site:
+    def site(self, call: Call, step: Step) -> CallSite:
         """Return a step's ports as they are bound."""
         ...
 
@@ -90,7 +90,7 @@ def _left(op: Op, a: Attributes, step: Step, program: Program) -> frozenset[str]
     return frozenset(port for port, name in step.ports.items() if name not in given)
 
 
-def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outputs:
+def _define(site: CallSite, fetched: Mapping[str, Array], outputs: Outputs) -> Outputs:
     """Evaluate the definition of a step; ports that only kernels have are left out."""
     x = dict(fetched)
     if "packed" in x:
@@ -106,7 +106,7 @@ def _define(site: Site, fetched: Mapping[str, Array], outputs: Outputs) -> Outpu
 
 def tolerance(room: str) -> float:
     """Return the tolerance that the room's launch rule claims; see its docstring."""
-    if not RULES[room].op.inputs:
+    if not KERNELS[room].op.inputs:
         return EXACT
     found: object = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))["TOLERANCE"]
     assert isinstance(found, float)

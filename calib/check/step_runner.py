@@ -7,8 +7,8 @@ import numpy as np
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.launch import CallSite, Shaped
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.protocol import Call
 
@@ -23,7 +23,7 @@ class Device:
         """See Stepped."""
         return self._engine.program(name)
 
-    def site(self, call: Call, step: Step) -> Site:
+    def site(self, call: Call, step: Step) -> CallSite:
         """See Stepped."""
         program = self._engine.program(call.graph.name)
         tensors = {**call.inputs, **call.outputs}
@@ -38,7 +38,7 @@ class Device:
             else:
                 spec = tensors[name].spec
                 ports[port] = Shaped(spec.dtype, spec.at({}))
-        return Site(RULES[step.op].op, Attributes(step.attributes), ports)
+        return CallSite(KERNELS[step.op].op, Attributes(step.attributes), ports)
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         """See Stepped."""

@@ -1,6 +1,6 @@
 """accept: decides from the target's logits which rows are committed; the result is a small record.
 
-Letters
+Dimensions
     R   rows of the block     V  stored vocabulary rows     W  ceil(vocab / 32) or more
 
 Inputs
@@ -78,6 +78,6 @@ OP = Op(
     derived=_derived,
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
     rtol=0.0,
 )

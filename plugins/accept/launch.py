@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from thor_dflash.plugins.accept import OP
 from thor_dflash.plugins.head.argmax_launch import THREADS, slices
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, OpKernels, Pointer, Scratch
 
 MOST_ROWS = 32
 """The lanes of a warp: one lane decides one row."""
-
-IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 0.0
 """The record consists of integers. Logits are compared unrounded and margins in float64; only rule
@@ -33,7 +32,7 @@ _PORTS = (
 )
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernel cannot run this call, or an empty string if it can."""
     rows, width = site.ports["logits"].shape
     if rows > MOST_ROWS:
@@ -46,7 +45,7 @@ def refuse(site: Site) -> str:
     return ""
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns one launch, with a block for each slice of each row; the last block to finish writes
     the record.
     """
@@ -67,7 +66,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             grid=grid,
             threads=THREADS,
             arguments=(
-                *(At(port) for port in _PORTS),
+                *(Pointer(port) for port in _PORTS),
                 Scratch("found", 16 * grid[0] * rows),
                 Scratch("arrivals", 4, zeroed=True),
                 *(Int(size) for size in sizes),
@@ -76,7 +75,10 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     )
 
 
-def _limit(site: Site) -> int:
+def _limit(site: CallSite) -> int:
     """Returns the number of logits of a row that may be chosen."""
     width = site.size("logits", 1)
     return min(site.attributes.integer("vocab") or width, width)
+
+
+KERNELS = OpKernels(OP, launches, refuse)

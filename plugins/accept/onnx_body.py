@@ -9,7 +9,7 @@ import numpy as np
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.accept.reference import LOG_MARGIN
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import ONNX_TYPE, Body, Inputs
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE, FunctionBuilder, Inputs
 
 I32, I64 = DType.I32, DType.I64
 _INTEGERS = (
@@ -27,8 +27,8 @@ _INTEGERS = (
 _Ints = Mapping[str, str]
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     rows, vocab = a.integer("rows"), a.integer("vocab")
     n = {name: b.cast(x[name], I64) for name in _INTEGERS}
     whole = b.take(x["logits"], 0, vocab, 1) if vocab else x["logits"]
@@ -67,7 +67,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     return {"record": b.cast(words, I32)}
 
 
-def _int(b: Body, value: int, *shape: int) -> str:
+def _int(b: FunctionBuilder, value: int, *shape: int) -> str:
     return b.const(np.full(shape, value, np.int64))
 
 
@@ -75,7 +75,7 @@ def _uint(value: int | Array) -> Array:
     return np.asarray(value, np.uint32)
 
 
-def _masked(b: Body, x: Inputs, logits: str) -> str:
+def _masked(b: FunctionBuilder, x: Inputs, logits: str) -> str:
     ids = b.op(
         "Range", b.scalar(0), b.op("Squeeze", b.op("Shape", logits, start=1, end=2)), b.scalar(1)
     )
@@ -87,7 +87,7 @@ def _masked(b: Body, x: Inputs, logits: str) -> str:
     return b.op("Where", b.op("Cast", bit, to=9), logits, b.f32(-np.inf))
 
 
-def _choice(b: Body, n: _Ints, whole: str, logits: str) -> str:
+def _choice(b: FunctionBuilder, n: _Ints, whole: str, logits: str) -> str:
     """int64 [R]: the forced id, else the best id; -1 at a fault."""
     nan = b.op("Cast", b.op("IsNaN", whole), to=ONNX_TYPE[I64])
     high = b.op("Cast", b.op("IsInf", whole, detect_negative=0), to=ONNX_TYPE[I64])
@@ -99,7 +99,7 @@ def _choice(b: Body, n: _Ints, whole: str, logits: str) -> str:
     return b.op("Where", b.op("Greater", bad, _int(b, 0)), _int(b, -1), forced)
 
 
-def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
+def _softened(b: FunctionBuilder, n: _Ints, margin: str, logits: str, best: str) -> str:
     """int64 [R]: the soft id if it is near enough to an unforced choice, else the choice."""
     width = b.op("Squeeze", b.op("Shape", logits, start=1, end=2))
     soft = n["soft"]
@@ -118,33 +118,33 @@ def _softened(b: Body, n: _Ints, margin: str, logits: str, best: str) -> str:
     return b.op("Where", b.op("And", b.op("And", inside, near), free), soft, best)
 
 
-def _within(b: Body, mine: str, top: str, margin: str) -> str:
+def _within(b: FunctionBuilder, mine: str, top: str, margin: str) -> str:
     """bool: mine >= top - margin, in float64, since float32 would round the difference."""
     mine, top, margin = (b.op("Cast", x, to=11) for x in (mine, top, margin))
     return b.op("GreaterOrEqual", mine, b.op("Sub", top, margin))
 
 
-def _differ(b: Body, pair: tuple[str, str], among: str) -> str:
+def _differ(b: FunctionBuilder, pair: tuple[str, str], among: str) -> str:
     """int64 [1]: number of rows, among those of the mask `among`, where two vectors differ."""
     differ = b.op("And", b.op("Not", b.op("Equal", *pair)), among)
     return b.op("ReduceSum", b.cast(differ, I64), b.i64(0), keepdims=1)
 
 
-def _leading(b: Body, agree: str) -> str:
+def _leading(b: FunctionBuilder, agree: str) -> str:
     """int64 [1]: number of ones before the first zero."""
     misses = b.op("CumSum", b.op("Sub", _int(b, 1), agree), b.scalar(0))
     clean = b.cast(b.op("Equal", misses, _int(b, 0)), I64)
     return b.op("ReduceSum", clean, b.i64(0), keepdims=1)
 
 
-def _stopped(b: Body, n: _Ints, tokens: str, rows: int) -> str:
+def _stopped(b: FunctionBuilder, n: _Ints, tokens: str, rows: int) -> str:
     """int64 [1]: number of rows up to and including the first stop token; R + 1 without one."""
     hit = _any_of(b, tokens, n["stop"])
     order = b.const(np.arange(1, rows + 1, dtype=np.int64))
     return b.op("ReduceMin", b.op("Where", hit, order, _int(b, rows + 1)), b.i64(0), keepdims=1)
 
 
-def _any_of(b: Body, tokens: str, ids: str) -> str:
+def _any_of(b: FunctionBuilder, tokens: str, ids: str) -> str:
     """bool: whether each token is one of `ids`. -1 is no id."""
     token = b.reshape(tokens, -1, 1)
     equal = b.op(
@@ -155,7 +155,7 @@ def _any_of(b: Body, tokens: str, ids: str) -> str:
     return b.op("Cast", b.op("ReduceMax", b.cast(equal, I64), b.i64(1), keepdims=0), to=9)
 
 
-def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -> str:
+def _relaxed(b: FunctionBuilder, n: _Ints, margin: str, block: tuple[str, str, str, str]) -> str:
     """int64 [R - 1]: 1 if the draft passes the relaxed rule.
 
     `block` is (logits, best, choice, follow).
@@ -182,7 +182,7 @@ def _relaxed(b: Body, n: _Ints, margin: str, block: tuple[str, str, str, str]) -
     return b.cast(b.op("And", ok, _before_close(b, n["close"], follow)), I64)
 
 
-def _near(b: Body, rule: str, margin: str, logits: str, mine: str) -> str:
+def _near(b: FunctionBuilder, rule: str, margin: str, logits: str, mine: str) -> str:
     """bool [R - 1, 1]: whether the draft is within the margin of the best id, by the given rule."""
     top = b.max(logits, 1)
     close = _within(b, mine, top, margin)
@@ -195,7 +195,7 @@ def _near(b: Body, rule: str, margin: str, logits: str, mine: str) -> str:
     return b.op("And", near, b.op("Greater", margin, b.f32(0.0)))
 
 
-def _before_close(b: Body, close: str, follow: str) -> str:
+def _before_close(b: FunctionBuilder, close: str, follow: str) -> str:
     """bool [R - 1]: whether no draft up to and including this one is the close id."""
     hit = b.op("And", b.op("Equal", follow, close), b.op("GreaterOrEqual", close, _int(b, 0)))
     return b.op("Equal", b.op("CumSum", b.cast(hit, I64), b.scalar(0)), _int(b, 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.contract import Arrays, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attributes, OpCase
 
 HEADER = 5
 """Words before the per-row words."""
@@ -53,7 +53,7 @@ class Record:
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. Decides row by row."""
+    """See the operator's docstring for shapes. Decides row by row."""
     rows = len(x["tokens"])
     best = [_choice(x, a, i) for i in range(rows)]
     choices = [_softened(x, a, i, best[i]) for i in range(rows)]
@@ -138,7 +138,7 @@ def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
     return bool(share[draft] >= share[choice] - margin)
 
 
-def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | float) -> Case:
+def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | float) -> OpCase:
     """Returns a case; defaults have no effect. `vocab` is an attribute, all else an input."""
     rows = len(tokens)
     vocab = int(np.asarray(given.pop("vocab", 0)))
@@ -156,7 +156,7 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
     x = {**quiet, **given}
     margins = {name: np.array([x.pop(name, 1.0)], np.float32) for name in ("margin", "soft_margin")}
     inputs = {name: np.atleast_1d(value).astype(np.int32) for name, value in x.items()}
-    return Case(
+    return OpCase(
         name,
         {
             "logits": logits.astype(np.float32),
@@ -168,7 +168,7 @@ def accept_case(name: str, logits: Array, tokens: Array, **given: Array | int | 
     )
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """All, no and some drafts right; right again after a wrong one; ties; stops, caps, masks,
     forced ids, faults, soft ids; relaxed rules.
     """
@@ -206,7 +206,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield from _relaxed_cases(rng, rows, vocab, rule)
 
 
-def _forced_and_masked(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+def _forced_and_masked(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[OpCase]:
     logits = rng.standard_normal((rows, vocab))
     forced = np.full(rows, -1)
     for span in (1, 5, 15, 16):
@@ -224,7 +224,7 @@ def _forced_and_masked(rng: np.random.Generator, rows: int, vocab: int) -> Itera
     )
 
 
-def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[OpCase]:
     for row in (0, 3, 15):
         for value in (np.nan, np.inf):
             logits = rng.standard_normal((rows, vocab))
@@ -239,7 +239,7 @@ def _faults(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
     yield accept_case("all_minus_infinity", np.full((rows, vocab), -np.inf), tokens)
 
 
-def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Case]:
+def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[OpCase]:
     logits = rng.standard_normal((rows, vocab))
     best = logits.argmax(axis=1)
     full = np.concatenate([[0], best[:-1]])
@@ -282,7 +282,7 @@ def _soft_cases(rng: np.random.Generator, rows: int, vocab: int) -> Iterator[Cas
     yield accept_case("soft_over_a_fault", logits, full, soft=wanted, soft_margin=0.0)
 
 
-def _rules_that_meet(vocab: int) -> Iterator[Case]:
+def _rules_that_meet(vocab: int) -> Iterator[OpCase]:
     """Four rows with the same logits: id 0 is the best one and id 1 is near it."""
     logits = np.zeros((4, vocab))
     logits[:, :3] = 2.0, 1.75, 1.5
@@ -315,7 +315,7 @@ def _rules_that_meet(vocab: int) -> Iterator[Case]:
         yield accept_case(f"rule_{rule}_margin_0_at_a_tie", flat, best + 1, **strict)
 
 
-def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -> Iterator[Case]:
+def _relaxed_cases(rng: np.random.Generator, rows: int, vocab: int, rule: int) -> Iterator[OpCase]:
     logits = rng.standard_normal((rows, vocab)) * 0.5
     order = np.argsort(-logits, axis=1, kind="stable")
     second = np.concatenate([[0], order[:-1, 1]])

@@ -1,9 +1,9 @@
 """context_kv: appends the keys and values of context rows to the ring of every drafter layer.
 
 The projections before it (taps -> fc, then hidden_norm and each layer's k and v) are two `linear`
-nodes; this room does the rest: norm, rotation and writing to the ring.
+nodes; this operator does the rest: norm, rotation and writing to the ring.
 
-Letters
+Dimensions
     T   rows     Hkv  key/value heads     D  head dimension     N#  ring slots of layer #
 
 Inputs
@@ -63,5 +63,5 @@ OP = Op(
     aliases={"next_ring_k#": "ring_k#", "next_ring_v#": "ring_v#"},
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

@@ -5,14 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.context_kv import OP
 from thor_dflash.plugins.draft_attention.launch import frequencies, refuse_heads, refuse_shapes
-from thor_dflash.plugins.launch import Addresses, At, Device, Int, Launch, Real, Site, Table
+from thor_dflash.plugins.launch import (
+    CallSite,
+    Device,
+    Int,
+    Launch,
+    OpKernels,
+    Pointer,
+    PointerTable,
+    Real,
+    Table,
+)
 
 LAYERS = 64
-"""Most layers of a call; IN_PLACE lists the rings of so many."""
-
-IN_PLACE = frozenset(f"next_ring_{n}{i}" for i in range(LAYERS) for n in "kv")
-"""Outputs that overwrite their input."""
+"""Most layers of a call."""
 
 TOLERANCE = 2.0**-7
 """Largest error, relative to the largest value: a key may be rounded differently in its last bf16
@@ -21,7 +29,7 @@ place, which is 2^-7 of a value just above a power of two. Values are copied."""
 WARPS = 8
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernel cannot run this call, or an empty string if it can."""
     for i in range(site.attributes.integer("layers")):
         for name in (f"k{i}", f"v{i}", f"ring_k{i}", f"ring_v{i}"):
@@ -35,7 +43,7 @@ def refuse(site: Site) -> str:
     return refuse_heads("context_kv", site) or refuse_shapes("context_kv", site, _shapes(site))
 
 
-def _shapes(site: Site) -> dict[str, tuple[int, ...]]:
+def _shapes(site: CallSite) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all ports whose addresses depend on kv_heads and head_dim."""
     kv, dim = (site.attributes.integer(n) for n in ("kv_heads", "head_dim"))
     rows = site.size("k0", 0)
@@ -47,15 +55,15 @@ def _shapes(site: Site) -> dict[str, tuple[int, ...]]:
     return wanted
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns one launch with grid x: rows, y: layers."""
     del device
     a = site.attributes
     layers, kv = a.integer("layers"), a.integer("kv_heads")
     rows = site.size("k0", 0)
 
-    def every(stem: str) -> Addresses:
-        return Addresses(tuple(f"{stem}{i}" for i in range(layers)))
+    def every(stem: str) -> PointerTable:
+        return PointerTable(tuple(f"{stem}{i}" for i in range(layers)))
 
     slots = np.array([site.size(f"ring_k{i}", 1) for i in range(layers)], np.int32)
     return (
@@ -64,7 +72,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             (rows, layers, 1),
             32 * min(WARPS, kv),
             (
-                At("length"),
+                Pointer("length"),
                 *(every(n) for n in ("k", "v", "k_norm", "next_ring_k", "next_ring_v")),
                 Table(slots),
                 Table(frequencies(site)),
@@ -79,3 +87,11 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             },
         ),
     )
+
+
+KERNELS = OpKernels(
+    OP,
+    launches,
+    refuse,
+    in_place=frozenset(f"next_ring_{n}{i}" for i in range(LAYERS) for n in "kv"),
+)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     kv, dim = a.integer("kv_heads"), a.integer("head_dim")
     at = onnx_math.positions(b, x["length"], x["k0"])
     out: dict[str, str] = {}

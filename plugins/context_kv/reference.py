@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attributes, OpCase
 from thor_dflash.plugins.numpy_math import rms_norm, rope, rounded, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes."""
+    """See the operator's docstring for shapes."""
     out: dict[str, Array] = {}
     for i in range(a.integer("layers")):
         rows = len(x[f"k{i}"])
@@ -30,7 +30,7 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     return out
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """Rings of different lengths in one call; starts before, at and after the wrap-around."""
     kv, dim = 2, 16
 
@@ -50,7 +50,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
             x = {name: value.astype(dtype.numpy) for name, value in x.items()}
             x |= {f"k_norm{i}": 1 + normal(dim) / 3 for i in range(3)}
             x["length"] = np.array([length], np.int32)
-            yield Case(
+            yield OpCase(
                 f"at_{length}_{dtype.value}",
                 x,
                 {"layers": 3, "kv_heads": kv, "head_dim": dim, "rotary_dim": dim},

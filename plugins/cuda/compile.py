@@ -25,7 +25,7 @@ from thor_dflash import plugins
 from thor_dflash.core.errors import EngineError
 
 ROOT = Path(plugins.__file__).parent
-"""The folder that `#include "room/file.cuh"` is relative to."""
+"""The folder that `#include "operator/file.cuh"` is relative to."""
 
 OPTIONS = (
     "--std=c++17",
@@ -52,7 +52,7 @@ _USAGE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class KernelUsage:
     """What ptxas reports about one kernel."""
 
     registers: int
@@ -72,12 +72,12 @@ class Cubin:
     """The compiler's output; empty if the image came from the cache."""
 
     @property
-    def usage(self) -> dict[str, Usage]:
+    def usage(self) -> dict[str, KernelUsage]:
         """Resource usage by kernel, from the log."""
-        found: dict[str, Usage] = {}
+        found: dict[str, KernelUsage] = {}
         for part in re.split(r"(?=ptxas info\s*: Compiling entry)", self.log):
             if match := _USAGE.search(part):
-                found[match["name"]] = Usage(
+                found[match["name"]] = KernelUsage(
                     int(match["registers"]),
                     int(match["stores"]) + int(match["loads"]),
                     int(match["shared"] or 0),

@@ -69,7 +69,7 @@ FREES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class DeviceInfo:
     """Properties of a device, as the driver reports them."""
 
     name: str
@@ -82,7 +82,7 @@ class Info:
     """CUDA version of the driver: 13000 is 13.0."""
 
 
-class Gate:
+class DriverCalls:
     """Calls the driver's functions in the current context, and checks and explains their errors."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Gate:
         kind = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self("cuDeviceGetAttribute", kind, handle))
 
-    def describe(self, handle: Any) -> Info:
+    def describe(self, handle: Any) -> DeviceInfo:
         """Returns the properties of a device.
 
         Raises:
@@ -184,7 +184,7 @@ class Gate:
             self._attribute(handle, "MULTIPROCESSOR_COUNT"),
             self._attribute(handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         )
-        return Info(
+        return DeviceInfo(
             name,
             device,
             int(self("cuDeviceTotalMem", handle)),
@@ -192,7 +192,7 @@ class Gate:
             int(self("cuDriverGetVersion")),
         )
 
-    def here(self) -> Info:
+    def here(self) -> DeviceInfo:
         """Returns the properties of the current context's device."""
         return self.describe(self("cuCtxGetDevice"))
 
@@ -206,7 +206,7 @@ class Gate:
         return int(self.make("cuMemAlloc", nbytes))
 
 
-class Driver(Gate):
+class Driver(DriverCalls):
     """A context on one device and its streams. Must be used from one thread.
 
     `beside` is a second stream, for work that a captured graph runs in parallel to `stream`. With
@@ -251,11 +251,11 @@ class Driver(Gate):
         free = int(self("cuMemGetInfo")[0])
         return max(free, _available()) if self.info.integrated else free
 
-    def pinned(self, nbytes: int) -> Pinned:
+    def pinned(self, nbytes: int) -> PinnedMemory:
         """Allocates page-locked host memory, which the device can copy from and to directly."""
         address = self.make("cuMemAllocHost", nbytes)
         view = (ctypes.c_uint8 * nbytes).from_address(address)
-        return Pinned(address, np.ctypeslib.as_array(view))
+        return PinnedMemory(address, np.ctypeslib.as_array(view))
 
     def enter(self) -> None:
         """Make the context current in this thread."""
@@ -307,7 +307,7 @@ def _available() -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pinned:
+class PinnedMemory:
     """Page-locked host memory."""
 
     address: int

@@ -10,16 +10,16 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thor_dflash.plugins.cuda.driver import Gate, pack
+from thor_dflash.plugins.cuda.driver import DriverCalls, pack
 from thor_dflash.plugins.launch import (
-    Addresses,
     Argument,
-    At,
+    BufferOffset,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
     Scratch,
-    Shift,
     Table,
 )
 
@@ -45,7 +45,7 @@ def working(launches: Sequence[Launch]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def content(argument: Table | Addresses, address: Callable[[str], int]) -> bytes:
+def content(argument: Table | PointerTable, address: Callable[[str], int]) -> bytes:
     """Returns the bytes that a table argument points to. `address` returns the address of a port, 0
     if the call leaves it out.
     """
@@ -59,7 +59,7 @@ def values(
     address: Callable[[str], int],
     table: Callable[[bytes], int],
     scratch: Callable[[Scratch], int],
-    shift: Callable[[Shift], int],
+    shift: Callable[[BufferOffset], int],
 ) -> Arguments:
     """Returns the arguments of one launch. The functions return the address of a port, of a table
     with the given content, of scratch memory, and of a Shift's int64.
@@ -71,20 +71,26 @@ def values(
                 return "int", argument.value
             case Real():
                 return "real", argument.value
-            case At():
+            case Pointer():
                 return "address", address(argument.port)
-            case Table() | Addresses():
+            case Table() | PointerTable():
                 return "address", table(content(argument, address))
             case Scratch():
                 return "address", scratch(argument)
-            case Shift():
+            case BufferOffset():
                 return "address", shift(argument)
 
     return [value(argument) for argument in launch.arguments]
 
 
 def enqueue(
-    gate: Gate, stream: Any, kernel: Any, launch: Launch, arguments: Arguments, *, overlap: bool
+    gate: DriverCalls,
+    stream: Any,
+    kernel: Any,
+    launch: Launch,
+    arguments: Arguments,
+    *,
+    overlap: bool,
 ) -> None:
     """Launch one kernel on a stream. With `overlap` it may start before the previous one ends."""
     cu = gate.cu

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from thor_dflash.plugins.cuda.compile import Cubin, architecture, load
-from thor_dflash.plugins.cuda.driver import Gate
+from thor_dflash.plugins.cuda.driver import DriverCalls
 from thor_dflash.plugins.launch import Device, Launch
 
 COMPILERS = 4
@@ -31,7 +31,9 @@ Image = tuple[Path, tuple[tuple[str, int], ...]]
 class Kernels:
     """The kernels of one context; `cubins` is the directory where compiled kernels are cached."""
 
-    def __init__(self, gate: Gate, device: Device, cubins: Path, *, overlap: bool = True) -> None:
+    def __init__(
+        self, gate: DriverCalls, device: Device, cubins: Path, *, overlap: bool = True
+    ) -> None:
         self.gate = gate
         self.device = device
         self.overlap = overlap

@@ -1,4 +1,4 @@
-"""One call of a room, on a stream and in memory that the caller owns."""
+"""One call of an operator, on a stream and in memory that the caller owns."""
 
 # cuda-python publishes no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,11 +13,10 @@ import numpy as np
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda.enqueue import content, enqueue, values, working
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.launch import Addresses, Scratch, Site, Table
-from thor_dflash.plugins.registry import Rule
+from thor_dflash.plugins.launch import CallSite, OpKernels, PointerTable, Scratch, Table
 
 
-class Call:
+class OpCall:
     """The launches of a call at fixed sizes, and their persistent memory.
 
     Constant tables, tables of addresses and counters are created when `run` first needs them. This
@@ -25,7 +24,7 @@ class Call:
     is captured with them.
     """
 
-    def __init__(self, kernels: Kernels, rule: Rule, site: Site) -> None:
+    def __init__(self, kernels: Kernels, rule: OpKernels, site: CallSite) -> None:
         self._kernels = kernels
         self._rule = rule
         self._site = site
@@ -59,7 +58,7 @@ class Call:
 
         self._provide(where, stream)
         for i, launch in enumerate(self._launches):
-            kernel = self._kernels.function(self._rule.folder / launch.source, launch)
+            kernel = self._kernels.function(self._rule.source(launch), launch)
             arguments = values(launch, address, self._tables.__getitem__, scratch, lambda wanted: 0)
             # Only behind a launch of this call: the work before the call may not be a kernel.
             overlap = self._kernels.overlap and launch.overlap and i > 0
@@ -80,7 +79,7 @@ class Call:
     def _provide(self, at: Mapping[str, int], stream: Any) -> None:
         """Create the tables and counters that do not exist yet."""
         for argument in (a for launch in self._launches for a in launch.arguments):
-            if isinstance(argument, Table | Addresses):
+            if isinstance(argument, Table | PointerTable):
                 made = content(argument, lambda port: at.get(port, 0))
                 if made not in self._tables:
                     self._tables[made] = self._upload(made, stream)

@@ -1,6 +1,6 @@
 """draft_attention: a DFlash block attends to the drafter's key/value ring and to itself.
 
-Letters
+Dimensions
     T   rows of the block     Hq, Hkv  query and key/value heads     D  head dimension
     N   ring slots; position p lives in slot p mod N
 
@@ -64,5 +64,5 @@ OP = Op(
     derived=_derived,
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

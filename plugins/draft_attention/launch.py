@@ -7,12 +7,21 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Site, Table
+from thor_dflash.plugins.draft_attention import OP
+from thor_dflash.plugins.launch import (
+    CallSite,
+    Device,
+    Int,
+    Launch,
+    OpKernels,
+    Pointer,
+    Real,
+    Scratch,
+    Table,
+    always,
+)
 from thor_dflash.plugins.linear.prologue_launch import SLAB
 from thor_dflash.plugins.numpy_math import inverse_frequency
-
-IN_PLACE: frozenset[str] = frozenset()
-"""Outputs that overwrite their input."""
 
 TOLERANCE = 2.0**-6
 """Largest error, relative to the largest value of the output.
@@ -31,7 +40,7 @@ STRETCHES = 8
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernel cannot run this call, or an empty string if it can."""
     if why := _refuse_types(site) or refuse_heads("draft_attention", site):
         return why
@@ -46,7 +55,7 @@ def refuse(site: Site) -> str:
     return refuse_shapes("draft_attention", site, {**wanted, "ring_k": ring, "ring_v": ring})
 
 
-def _refuse_types(site: Site) -> str:
+def _refuse_types(site: CallSite) -> str:
     for name in ("q", "k", "v", "ring_k", "ring_v"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"draft_attention.{name} must be bfloat16 (got {dtype.value})"
@@ -58,32 +67,32 @@ def _refuse_types(site: Site) -> str:
     return ""
 
 
-def refuse_shapes(room: str, site: Site, wanted: Mapping[str, tuple[int, ...]]) -> str:
+def refuse_shapes(op: str, site: CallSite, wanted: Mapping[str, tuple[int, ...]]) -> str:
     """The same for shapes that the attributes decide, shared with context_kv: kernels compute
     addresses from the attributes.
     """
     for name, shape in wanted.items():
         if (got := site.ports[name].shape) != shape:
             rule = f"{list(shape)}, by its heads and head_dim"
-            return f"{room}.{name} must be {rule} (got {list(got)})"
+            return f"{op}.{name} must be {rule} (got {list(got)})"
     return ""
 
 
-def refuse_heads(room: str, site: Site) -> str:
+def refuse_heads(op: str, site: CallSite) -> str:
     """The same for head_dim, rotary_dim and head counts, shared with context_kv."""
     a = site.attributes
     dim, rotary = a.integer("head_dim"), a.integer("rotary_dim")
     if dim not in HEAD_DIMS:
-        return f"{room}.head_dim must be one of {HEAD_DIMS} (got {dim})"
+        return f"{op}.head_dim must be one of {HEAD_DIMS} (got {dim})"
     if rotary % 4 or not 0 < rotary <= dim:
-        return f"{room}.rotary_dim must be a multiple of 4 up to head_dim (got {rotary})"
+        return f"{op}.rotary_dim must be a multiple of 4 up to head_dim (got {rotary})"
     heads = a.values.get("heads")
     if heads is not None and a.integer("heads") % a.integer("kv_heads"):
-        return f"{room}.heads must be a multiple of kv_heads (got {heads})"
+        return f"{op}.heads must be a multiple of kv_heads (got {heads})"
     return ""
 
 
-def frequencies(site: Site) -> Array:
+def frequencies(site: CallSite) -> Array:
     """Returns the rotation of every pair, float32 [head_dim / 2], radians per position; 0 for pairs
     that are not rotated.
     """
@@ -103,7 +112,7 @@ def shared_bytes(dim: int) -> int:
     return BLOCK_ROWS * dim * ROW_BYTES + max(stages, merge)
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns one launch with grid x: stretches of the context, y: key/value heads times blocks of
     their rows. It also writes its rows to `y0_slabs` if the call has this port.
     """
@@ -122,7 +131,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             (splits, owners, 1),
             THREADS,
             (
-                *(At(name) for name in (*ports, "o", "y0_slabs")),
+                *(Pointer(name) for name in (*ports, "o", "y0_slabs")),
                 Table(frequencies(site)),
                 Scratch("means", parts * dim * 2),
                 Scratch("facts", parts * 8),
@@ -142,3 +151,6 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             },
         ),
     )
+
+
+KERNELS = OpKernels(OP, launches, refuse, writes_slabs=always)

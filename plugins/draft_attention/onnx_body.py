@@ -11,11 +11,11 @@ import numpy as np
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
     at = onnx_math.positions(b, x["length"], x["q"])
     q = b.round(_turned(b, x, a, "q", at, heads), x.dtype("q"))
@@ -44,14 +44,14 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     return {"o": b.narrow(o, x.dtype("q"))}
 
 
-def _turned(b: Body, x: Inputs, a: Attributes, name: str, at: str, heads: int) -> str:
+def _turned(b: FunctionBuilder, x: Inputs, a: Attributes, name: str, at: str, heads: int) -> str:
     dim = a.integer("head_dim")
     by_head = b.reshape(x.f32(b, name), 0, heads, dim)
     normed = onnx_math.rms_norm(b, by_head, x.f32(b, f"{name}_norm"), a.real("norm_eps"), 0.0)
     return onnx_math.rope(b, normed, at, dim, a.integer("rotary_dim"), a.real("rope_theta"))
 
 
-def _context(b: Body, x: Inputs) -> tuple[str, str]:
+def _context(b: FunctionBuilder, x: Inputs) -> tuple[str, str]:
     """Returns the number of slots in use, int64 [1], and their positions, int64 [live]."""
     length = b.cast(x["length"], DType.I64)
     slots = b.op("Shape", x["ring_k"], start=1, end=2)
@@ -63,12 +63,12 @@ def _context(b: Body, x: Inputs) -> tuple[str, str]:
     return live, b.op("Add", slot, b.op("Mul", laps, slots))
 
 
-def _live(b: Body, x: Inputs, name: str, live: str) -> str:
+def _live(b: FunctionBuilder, x: Inputs, name: str, live: str) -> str:
     rows = b.slice(x[name], b.i64(0), live, 1)
     return rows if x.dtype(name) is DType.F32 else b.cast(rows, DType.F32)
 
 
-def _seen(b: Body, x: Inputs, a: Attributes, at: str, first: str, where: str) -> str:
+def _seen(b: FunctionBuilder, x: Inputs, a: Attributes, at: str, first: str, where: str) -> str:
     """bool [T, keys]: whether a row sees a key."""
     distance = b.op("Sub", b.reshape(at, -1, 1), b.reshape(where, 1, -1))
     window = b.cast(x["window"], DType.I64)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, OpCase
 from thor_dflash.plugins.numpy_math import rms_norm, rope, rounded, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. Iterates over positions, not slots."""
+    """See the operator's docstring for shapes. Iterates over positions, not slots."""
     rows, length, window = len(x["q"]), int(x["length"][0]), int(x["window"][0])
     slots = x["ring_k"].shape[1]
     at = length + np.arange(rows)
@@ -62,7 +62,7 @@ def _stale(x: Arrays, first: int, length: int) -> dict[str, Array]:
     return out
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """Context empty, below, at and above the window and the ring; both causalities; bf16 rows."""
     heads, kv, dim, slots = 4, 2, 16, 48
 
@@ -94,8 +94,8 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
                     "causal": causal,
                 }
                 name = f"causal_{causal}_window_{window}_at_{length}_{dtype.value}"
-                yield Case(name, x, a)
+                yield OpCase(name, x, a)
                 if length in (25, 49, 200):
                     for first in (length - 5, length, length + 3):
                         late = {"first": np.array([first], np.int32)}
-                        yield Case(f"{name}_from_{first}", _stale(x, first, length) | late, a)
+                        yield OpCase(f"{name}_from_{first}", _stale(x, first, length) | late, a)

@@ -5,7 +5,7 @@ state, then runs its own rows from there. In verify mode these rows are saved as
 change the state; the next call is told how many of them were accepted. In prefill mode every valid
 row is final and updates the state.
 
-Letters
+Dimensions
     T   rows        C   conv channels: q and k of every key head, then v of every value head
     Hk, Hv  key and value heads     Dk, Dv  their dimensions      J   conv kernel - 1
     R   rows the records hold (verify: the rows of the previous block)
@@ -106,5 +106,5 @@ OP = Op(
     absent=_absent,
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

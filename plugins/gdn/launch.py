@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Real, Scratch, Shift, Site, ahead
-from thor_dflash.plugins.linear.decode_launch import head_squares
+from collections.abc import Mapping
 
-IN_PLACE: frozenset[str] = frozenset({"next_state"})
-"""Outputs that overwrite their input."""
+from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import Attribute
+from thor_dflash.plugins.gdn import OP
+from thor_dflash.plugins.launch import (
+    BufferOffset,
+    CallSite,
+    Device,
+    Int,
+    Launch,
+    OpKernels,
+    Pointer,
+    Real,
+    Scratch,
+    prefetch_next,
+)
+from thor_dflash.plugins.linear.decode_launch import head_squares
 
 TOLERANCE = 2.0**-7
 """Largest error, relative to the largest value of the output: o is bf16, and a value between two
@@ -72,8 +84,8 @@ _PORTS = (
 )
 _RECORDS = ("record_qkv", "record_k", "record_d", "record_decay", "states")
 _SHIFTS = (
-    Shift(("tail", "next_tail")),
-    Shift((*_RECORDS, *(f"next_{name}" for name in _RECORDS))),
+    BufferOffset(("tail", "next_tail")),
+    BufferOffset((*_RECORDS, *(f"next_{name}" for name in _RECORDS))),
 )
 """Not every call has all of these ports."""
 _PLAIN = ("conv_weight", "a_log", "dt_bias")
@@ -87,12 +99,12 @@ _WALK_PORTS = (
 )
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
     return _refuse_types(site) or _refuse_sizes(site) or _refuse_left(site)
 
 
-def _refuse_types(site: Site) -> str:
+def _refuse_types(site: CallSite) -> str:
     for name in ("qkv", "b", "a", "tail", "record_qkv"):
         if (dtype := site.ports[name].dtype) is not DType.BF16:
             return f"gdn.{name} must be bfloat16 (got {dtype.value})"
@@ -102,7 +114,7 @@ def _refuse_types(site: Site) -> str:
     return ""
 
 
-def _refuse_sizes(site: Site) -> str:
+def _refuse_sizes(site: CallSite) -> str:
     a = site.attributes
     for name, size in (("key_dim", DIM), ("value_dim", DIM), ("conv_kernel", TAPS)):
         if (value := a.integer(name)) != size:
@@ -117,7 +129,7 @@ def _refuse_sizes(site: Site) -> str:
     return ""
 
 
-def _refuse_left(site: Site) -> str:
+def _refuse_left(site: CallSite) -> str:
     """Why a call cannot leave its rows for the next product."""
     if "y0_slabs" not in site:
         return ""
@@ -139,7 +151,7 @@ def _refuse_left(site: Site) -> str:
     return ""
 
 
-def heads(site: Site) -> int:
+def heads(site: CallSite) -> int:
     """Returns the value heads of a thread block: the largest number, up to MOST_HEADS, that divides
     the value heads of a key head.
     """
@@ -169,7 +181,7 @@ def alone_bytes(device: Device) -> int:
     return device.shared // 2
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the launches of a call. Verify: one launch, which also leaves the rows as the next
     product reads them, with the weight of its norm by head and the silu of its gate applied, if the
     call has `y0_slabs`. Prefill: one that computes the matrices of every chunk, then the walk over
@@ -190,9 +202,9 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
             grid=(blocks, 1, 1),
             threads=VERIFY_THREADS,
             arguments=(
-                *(At(port) for port in _PORTS),
+                *(Pointer(port) for port in _PORTS),
                 *_SHIFTS,
-                *ahead(site, blocks),
+                *prefetch_next(site, blocks),
                 Int(rows),
                 Int(held),
                 Real(_next_offset(site)),
@@ -210,18 +222,18 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     )
 
 
-def _next(site: Site) -> int:
+def _next(site: CallSite) -> int:
     """How the call leaves its rows for the next product, as NEXT in epilogue.cuh."""
     if "y0_slabs" not in site:
         return 0
     return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
 
 
-def _next_offset(site: Site) -> float:
+def _next_offset(site: CallSite) -> float:
     return site.attributes.real("next_norm_offset") if "y0_slabs" in site else 0.0
 
 
-def _sizes(site: Site) -> tuple[Int, ...]:
+def _sizes(site: CallSite) -> tuple[Int, ...]:
     """Returns arguments for the numbers of heads and the types of the plain parameters."""
     a = site.attributes
     return (
@@ -231,12 +243,12 @@ def _sizes(site: Site) -> tuple[Int, ...]:
     )
 
 
-def _wide(site: Site, name: str) -> int:
+def _wide(site: CallSite, name: str) -> int:
     """Returns 1 if a plain parameter is float32, else 0."""
     return int(site.ports[name].dtype is DType.F32)
 
 
-def _prefill(site: Site) -> tuple[Launch, ...]:
+def _prefill(site: CallSite) -> tuple[Launch, ...]:
     a = site.attributes
     keys, values, rows = a.integer("key_heads"), a.integer("value_heads"), site.size("qkv", 0)
     chunks = -(-rows // CHUNK)
@@ -249,7 +261,12 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             kernel="gdn_chunks",
             grid=(keys, chunks, 1),
             threads=THREADS,
-            arguments=(*(At(port) for port in _CHUNK_PORTS), *_SHIFTS, *scratch, *_sizes(site)),
+            arguments=(
+                *(Pointer(port) for port in _CHUNK_PORTS),
+                *_SHIFTS,
+                *scratch,
+                *_sizes(site),
+            ),
             shared=KEY_BYTES + 2 * CHUNK * DIM * 4,
             source="prefill_chunks.cu",
         ),
@@ -258,11 +275,11 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             grid=(values, DIM // WALK_SLAB, 1),
             threads=THREADS,
             arguments=(
-                *(At(port) for port in _WALK_PORTS),
+                *(Pointer(port) for port in _WALK_PORTS),
                 *_SHIFTS,
                 *scratch,
-                At("o"),
-                At("next_state"),
+                Pointer("o"),
+                Pointer("next_state"),
                 Int(rows),
                 *_sizes(site)[:3],
             ),
@@ -270,3 +287,17 @@ def _prefill(site: Site) -> tuple[Launch, ...]:
             source="prefill.cu",
         ),
     )
+
+
+def _verifies(a: Mapping[str, Attribute]) -> bool:
+    return a["mode"] == "verify"
+
+
+KERNELS = OpKernels(
+    OP,
+    launches,
+    refuse,
+    in_place=frozenset({"next_state"}),
+    prefetches=_verifies,
+    fuses_head_norm=_verifies,
+)

@@ -9,7 +9,7 @@ import numpy as np
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 F32 = DType.F32
 
@@ -21,7 +21,7 @@ class _Heads:
     dk: int
     dv: int
 
-    def repeat(self, b: Body, x: str) -> str:
+    def repeat(self, b: FunctionBuilder, x: str) -> str:
         """[T, Hk, D] -> [T, Hv, D]: value head j reads key head j // (Hv / Hk)."""
         if self.hk == self.hv:
             return x
@@ -29,8 +29,8 @@ class _Heads:
         return b.op("Gather", x, b.const(each), axis=1)
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     heads = _Heads(*(a.integer(n) for n in ("key_heads", "value_heads", "key_dim", "value_dim")))
     prefill, states = a.word("mode") == "prefill", a.word("saves") == "states"
     n = b.cast(x["accepted"], DType.I64)
@@ -67,19 +67,19 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     }
 
 
-def _pick(b: Body, x: Inputs, n: str) -> str:
+def _pick(b: FunctionBuilder, x: Inputs, n: str) -> str:
     """The state itself for n = 0, else the saved state of row n - 1."""
     row = b.op("Max", b.op("Sub", n, b.i64(1)), b.i64(0))
     saved = b.op("Squeeze", b.op("Gather", x["states"], row, axis=0), b.i64(0))
     return b.op("Where", b.op("Greater", n, b.i64(0)), saved, x["state"])
 
 
-def _fold(b: Body, x: Inputs, heads: _Heads, n: str) -> str:
+def _fold(b: FunctionBuilder, x: Inputs, heads: _Heads, n: str) -> str:
     k = b.op("Unsqueeze", heads.repeat(b, x["record_k"]), b.i64(3))
     d = b.op("Unsqueeze", x["record_d"], b.i64(2))
     decay = b.op("Unsqueeze", x["record_decay"], b.i64(2, 3))
 
-    def step(s: Body, value: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    def step(s: FunctionBuilder, value: tuple[str, ...]) -> tuple[list[str], list[str]]:
         i, state = value
         row = [s.op("Gather", part, i, axis=0) for part in (k, d, decay)]
         kept = s.op("Mul", state, row[2])
@@ -88,12 +88,14 @@ def _fold(b: Body, x: Inputs, heads: _Heads, n: str) -> str:
     return b.loop(b.op("Squeeze", n), [(x["state"], F32)], [], step)[0]
 
 
-def _window(b: Body, rows: str, start: str, like: str) -> str:
+def _window(b: FunctionBuilder, rows: str, start: str, like: str) -> str:
     """Returns the rows from `start` on, as many as `like` has."""
     return b.slice(rows, start, b.op("Add", start, b.op("Shape", like, start=0, end=1)), 0)
 
 
-def _convolve(b: Body, x: Inputs, heads: _Heads, inputs: str, kernel: int) -> tuple[str, str, str]:
+def _convolve(
+    b: FunctionBuilder, x: Inputs, heads: _Heads, inputs: str, kernel: int
+) -> tuple[str, str, str]:
     wide = inputs if x.dtype("qkv") is F32 else b.cast(inputs, F32)
     weight = b.op("Transpose", b.op("Squeeze", x.f32(b, "conv_weight"), b.i64(1)), perm=(1, 0))
     rows = b.op("Shape", x["qkv"], start=0, end=1)
@@ -109,12 +111,12 @@ def _convolve(b: Body, x: Inputs, heads: _Heads, inputs: str, kernel: int) -> tu
     return q, k, b.reshape(v, 0, heads.hv, 1, heads.dv)
 
 
-def _unit(b: Body, u: str) -> str:
+def _unit(b: FunctionBuilder, u: str) -> str:
     square = b.op("Add", b.sum(b.op("Mul", u, u), -1), b.f32(1e-6))
     return b.op("Div", u, b.op("Sqrt", square))
 
 
-def _gates(b: Body, x: Inputs) -> tuple[str, str]:
+def _gates(b: FunctionBuilder, x: Inputs) -> tuple[str, str]:
     """decay and beta, [T, Hv, 1, 1]."""
     rate = b.op("Softplus", b.op("Add", x.f32(b, "a"), x.f32(b, "dt_bias")))
     rate = b.op("Mul", b.op("Exp", x.f32(b, "a_log")), rate)
@@ -123,24 +125,26 @@ def _gates(b: Body, x: Inputs) -> tuple[str, str]:
     return (b.op("Unsqueeze", decay, axes), b.op("Unsqueeze", b.op("Sigmoid", x.f32(b, "b")), axes))
 
 
-def _only(b: Body, valid: str, rows: str, rest: float, rank: int) -> str:
+def _only(b: FunctionBuilder, valid: str, rows: str, rest: float, rank: int) -> str:
     """Replaces the rows from `valid` on with `rest`."""
     count = b.op("Squeeze", b.op("Shape", rows, start=0, end=1))
     row = b.reshape(b.op("Range", b.scalar(0), count, b.scalar(1)), -1, *(1,) * (rank - 1))
     return b.op("Where", b.op("Less", row, valid), rows, b.f32(rest))
 
 
-def _flat(b: Body, heads: _Heads, x: str) -> str:
+def _flat(b: FunctionBuilder, heads: _Heads, x: str) -> str:
     """[T, Hk, D] -> [T, Hv, 1, D]."""
     return b.op("Unsqueeze", heads.repeat(b, x), b.i64(2))
 
 
-def _upright(b: Body, heads: _Heads, x: str) -> str:
+def _upright(b: FunctionBuilder, heads: _Heads, x: str) -> str:
     """[T, Hk, D] -> [T, Hv, D, 1]."""
     return b.op("Unsqueeze", heads.repeat(b, x), b.i64(3))
 
 
-def _step(s: Body, value: tuple[str, ...], collected: int) -> tuple[list[str], list[str]]:
+def _step(
+    s: FunctionBuilder, value: tuple[str, ...], collected: int
+) -> tuple[list[str], list[str]]:
     """Runs one row: state [Hv, Dk, Dv]; q, k [Hv, 1, Dk]; k again as [Hv, Dk, 1]; v [Hv, 1, Dv];
     decay, beta [Hv, 1, 1].
     """

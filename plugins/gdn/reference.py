@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, OpCase
 from thor_dflash.plugins.numpy_math import rounded, sigmoid, silu, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes."""
+    """See the operator's docstring for shapes."""
     n = int(x["accepted"][0])
     taps = x["tail"].shape[0]
     window = np.concatenate([x["tail"], x["record_qkv"]])
@@ -98,7 +98,7 @@ def gdn_case(
     accepted: int,
     attributes: dict[str, Attribute],
     dtype: DType = DType.F32,
-) -> Case:
+) -> OpCase:
     """Returns a case with random inputs; the records are in the range that a real call writes."""
     a = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16} | attributes
     hk, hv, dk, dv = (int(a[n]) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
@@ -130,7 +130,7 @@ def gdn_case(
             "record_d": normal(held, hv, dv),
             "record_decay": rng.uniform(0.1, 1, (held, hv)).astype(np.float32),
         }
-    return Case(
+    return OpCase(
         f"{a.get('mode', 'verify')}_{rows}_rows_fold_{accepted}_of_{held}_"
         f"{a.get('saves', 'records')}_{dtype.value}",
         x,
@@ -138,7 +138,7 @@ def gdn_case(
     )
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """Folds of none, one, some and all records; a prefill that stops early; both kinds of save."""
     for accepted in (0, 1, 2, 3, 7, 16):
         yield gdn_case(rng, 16, 16, accepted, {})
@@ -151,7 +151,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         yield gdn_case(rng, 16, 16, accepted, {"saves": "states"})
     for rows, valid in ((32, 32), (32, 1), (32, 2), (32, 17)):
         case = gdn_case(rng, rows, 16, valid % 5, {"mode": "prefill"})
-        yield Case(
+        yield OpCase(
             f"{case.name}_valid_{valid}",
             {**case.inputs, "valid": np.array([valid], np.int32)},
             case.attributes,

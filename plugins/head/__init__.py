@@ -1,6 +1,6 @@
 """head: the final norm, the projection to the vocabulary, and the best id of each row.
 
-Letters
+Dimensions
     T   rows     H   hidden size     V   stored vocabulary rows
 
 Inputs
@@ -43,5 +43,5 @@ OP = Op(
     attributes={"vocab": 0, "norm_eps": 1e-6, "norm_offset": 0.0},
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Scratch, Site
+from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, Pointer, Scratch
 
 THREADS = 256
 """Threads of a block, which searches one slice of a row; as in cuda/vocab_slice.cuh."""
@@ -16,7 +16,7 @@ def slices(width: int) -> int:
     return -(-width // SLICE)
 
 
-def best_launches(site: Site, device: Device, logits_port: str) -> tuple[Launch, ...]:
+def best_launches(site: CallSite, device: Device, logits_port: str) -> tuple[Launch, ...]:
     """Returns one launch that computes port `best`, int32 [T], from float32 logits [T, V] at port
     `logits_port`.
     """
@@ -29,9 +29,9 @@ def best_launches(site: Site, device: Device, logits_port: str) -> tuple[Launch,
             grid=(slices(limit), rows, 1),
             threads=THREADS,
             arguments=(
-                At(logits_port),
-                At("id_map"),
-                At("best"),
+                Pointer(logits_port),
+                Pointer("id_map"),
+                Pointer("best"),
                 Scratch("best_found", 8 * rows * slices(limit)),
                 Scratch("best_arrivals", 4 * rows, zeroed=True),
                 Int(width),

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.argmax_launch import best_launches
-from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear.decode_launch import MOST_ROWS, Epilogue, Fused, few_launches
+from thor_dflash.plugins.launch import CallSite, Device, Launch, OpKernels
+from thor_dflash.plugins.linear import pack
+from thor_dflash.plugins.linear.decode_launch import (
+    MOST_ROWS,
+    Epilogue,
+    FusedEpilogue,
+    decode_launches,
+)
 from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
-
-IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 2.0**-8
 """For the logits: as in linear, but without the final rounding."""
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the launches of the norm and projection, as linear's, and, if the call has the port
     `best`, of the search over the logits.
     """
-    fused = Fused(Epilogue.LOGITS, ("logits",), folder="../linear/")
+    fused = FusedEpilogue(Epilogue.LOGITS, ("logits",), folder="../linear/")
     search = best_launches(site, device, "logits") if "best" in site else ()
-    return (*few_launches(site, device, fused), *search)
+    return (*decode_launches(site, device, fused), *search)
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
     rows, width = site.ports["logits"].shape
     if rows > MOST_ROWS:
@@ -30,3 +35,13 @@ def refuse(site: Site) -> str:
     if width % PAIR:
         return f"head.logits must have a multiple of {PAIR} columns (got {width})"
     return refuse_weight(site, 1)
+
+
+KERNELS = OpKernels(
+    OP,
+    launches,
+    refuse,
+    optional=frozenset({"best"}),
+    packed=pack.packed,
+    pack=pack.pack,
+)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     rows = onnx_math.rms_norm(
         b, x.f32(b, "x"), x.f32(b, "norm_weight"), a.real("norm_eps"), a.real("norm_offset")
     )

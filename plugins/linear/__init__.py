@@ -1,6 +1,6 @@
 """linear: matrix products of rows with stored weights, with the surrounding operations fused in.
 
-Letters
+Dimensions
     T   rows       K   input features       N#  output features of weight #
     C#  stored columns of weight #: K, or K/2 bytes of FP4 codes
 
@@ -74,5 +74,5 @@ OP = Op(
     },
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

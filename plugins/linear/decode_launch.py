@@ -9,23 +9,23 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import (
-    AHEAD,
-    MOST_AHEAD,
-    Addresses,
+    MOST_PREFETCHED,
+    PREFETCHED,
     Argument,
-    At,
+    CallSite,
     Device,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
-    Site,
     Table,
 )
 from thor_dflash.plugins.linear.layout import (
     KIND_OF,
     NARROW_IN_TILE,
-    Kind,
-    Layout,
+    PackedLayout,
+    WeightKind,
     layout,
     segments,
 )
@@ -58,9 +58,9 @@ _HEAD_SLABS = 2
 _PLACE = 2048
 """Bytes of a warp's sums for half an n-tile and 16 rows. With 32 rows a warp has as many sums, of
 half the columns."""
-_NARROW = 2, Kind.NVFP4.slot_bytes // NARROW_IN_TILE, 8 * 1024
+_NARROW = 2, WeightKind.NVFP4.slot_bytes // NARROW_IN_TILE, 8 * 1024
 """If items may have a narrow tile: slabs of a stage, bytes of the narrow slot for each slab, bytes
-of the tile's sums. There are fewer slabs to make room for it, since two blocks must fit on a
+of the tile's sums. There are fewer slabs to make operator for it, since two blocks must fit on a
 multiprocessor."""
 _SIDE = 256
 """Barriers and row scales, bytes."""
@@ -78,25 +78,25 @@ class Epilogue(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedEpilogue:
     """The epilogue of the product, and the ports of its results."""
 
     epilogue: Epilogue
     outputs: tuple[str, ...]
     folder: str = ""
-    """Path of linear's sources, relative to the room's own folder."""
+    """Path of linear's sources, relative to the operator's own folder."""
 
 
-def takes_heads(site: Site) -> bool:
+def takes_heads(site: CallSite) -> bool:
     """Whether the product can take rows in `x_slabs` that still lack the factor 1 / rms of each
     head, with `x_squares` as head_squares says. Weights may be stored or packed.
     """
     a, ports = site.attributes, site.ports
     fits = a.integer("head_dim") == HEAD_COLUMNS and a.word("epilogue") != "swiglu"
     if "weight0" not in site:
-        return fits and set(segments(site)[0]) == {Kind.NVFP4}
+        return fits and set(segments(site)[0]) == {WeightKind.NVFP4}
     weights = (ports[f"weight{i}"].dtype for i in range(a.integer("segments")))
-    return fits and all(KIND_OF.get(dtype) is Kind.NVFP4 for dtype in weights)
+    return fits and all(KIND_OF.get(dtype) is WeightKind.NVFP4 for dtype in weights)
 
 
 def row_squares(columns: int) -> tuple[int, int]:
@@ -109,14 +109,14 @@ def head_squares(heads: int) -> tuple[int, int, int]:
     return heads, SQUARES_ROWS, HEAD_PIECES
 
 
-def few_launches(site: Site, device: Device, fused: Fused) -> tuple[Launch, ...]:
+def decode_launches(site: CallSite, device: Device, fused: FusedEpilogue) -> tuple[Launch, ...]:
     """Returns the launch of the product, preceded by the prologue unless the call receives prepared
     rows in `x_slabs`. These are already gated if the call has a gate. If it has a norm, they lack
     only the factor 1 / rms of the row, which the epilogue applies, or of each head of it, which is
     applied to sums (head_norm.cuh); either is computed from `x_squares`.
     """
     if "x_slabs" in site:
-        return (_product(site, device, fused, At("x_slabs")),)
+        return (_product(site, device, fused, Pointer("x_slabs")),)
     rows, before = prepared(site, fused.folder, slabs=True)
     return (*before, _product(site, device, fused, rows))
 
@@ -126,7 +126,7 @@ def slabs(rows: int, columns: int) -> tuple[int, int, int]:
     return padded(columns) // SLAB, rows, SLAB
 
 
-def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch:
+def _product(site: CallSite, device: Device, fused: FusedEpilogue, rows: Argument) -> Launch:
     plan = layout(site)
     count = site.size("x", 0)
     tiles = -(-count // TILE_ROWS)
@@ -139,15 +139,15 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
         grid=(cut.parts * len(cut.clusters), 1, 1),
         threads=32 * (cut.warps + 1),
         arguments=(
-            At("packed"),
-            At("scales"),
+            Pointer("packed"),
+            Pointer("scales"),
             rows,
-            At("x_squares"),
-            At("residual"),
-            Addresses(fused.outputs),
-            At("y0_squares"),
-            At("y0_slabs"),
-            At("next_norm_weight"),
+            Pointer("x_squares"),
+            Pointer("residual"),
+            PointerTable(fused.outputs),
+            Pointer("y0_squares"),
+            Pointer("y0_slabs"),
+            Pointer("next_norm_weight"),
             Table(cut.item_table()),
             Table(strip_table(plan)),
             Int(cut.most_items),
@@ -155,7 +155,7 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
             Int(count),
             Real(site.attributes.real("norm_eps")),
             Real(_next_offset(site)),
-            At(AHEAD),
+            Pointer(PREFETCHED),
             Table(ahead if len(ahead) else np.zeros((1, 2), np.int32)),
             Int(len(ahead)),
         ),
@@ -181,12 +181,12 @@ def _product(site: Site, device: Device, fused: Fused, rows: Argument) -> Launch
     )
 
 
-def _unscaled(site: Site) -> bool:
+def _unscaled(site: CallSite) -> bool:
     """Whether the call receives rows that lack a factor 1 / rms."""
     return "x_slabs" in site and "x_squares" in site
 
 
-def _cut(site: Site, device: Device) -> Partition:
+def _cut(site: CallSite, device: Device) -> Partition:
     by_head = _unscaled(site) and bool(site.attributes.values.get("head_dim", 0))
     return partition(layout(site), device.multiprocessors, by_head=by_head)
 
@@ -196,7 +196,7 @@ def _loaded(count: int, clusters: int) -> int:
     return 0 if count == 0 else 1 if count < clusters else 2
 
 
-def first_read(site: Site | None, device: Device) -> Array:
+def first_read(site: CallSite | None, device: Device) -> Array:
     """Returns what a product reads first of its packed weight, int32 [pieces, 2], offset and size
     in units of 512 bytes: for each block of a cluster, the first step of all columns. Empty if the
     product is not known or if this is more than MOST_AHEAD bytes.
@@ -211,25 +211,25 @@ def first_read(site: Site | None, device: Device) -> Array:
         for group in plan.groups
         if run
     ]
-    if sum(size for _, size in pieces) > MOST_AHEAD:
+    if sum(size for _, size in pieces) > MOST_PREFETCHED:
         pieces = []
     return (np.array(pieces, np.int64).reshape(-1, 2) // OFFSET_UNIT).astype(np.int32)
 
 
-def _shared(tiles: int, plan: Layout, cut: Partition) -> int:
+def _shared(tiles: int, plan: PackedLayout, cut: Partition) -> int:
     narrow = bool(plan.narrow)
     slabs, slot, sums = _NARROW if narrow else (_SLABS[cut.warps], 0, 0)
     factors = 0
     if cut.by_head:
         slabs, factors = _HEAD_SLABS, -(-plan.steps // cut.parts) * tiles * TILE_ROWS * 4
-    stage = cut.warps * Kind.NVFP4.slot_bytes + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
-    room = 2 * max(cut.warps, cut.parts) * _PLACE + sums
+    stage = cut.warps * WeightKind.NVFP4.slot_bytes + slabs * (TILE_ROWS * tiles * 2 * SLAB + slot)
+    reduction = 2 * max(cut.warps, cut.parts) * _PLACE + sums
     stages = 2 if tiles > 1 else 3
     staged = cut.warps + (tiles if narrow and tiles > 1 else 0)
-    return stages * stage + room + _SIDE + staged * _STAGED + factors
+    return stages * stage + reduction + _SIDE + staged * _STAGED + factors
 
 
-def _next(site: Site) -> int:
+def _next(site: CallSite) -> int:
     """In which form the call leaves its rows for the next product, as NEXT in epilogue.cuh."""
     if "y0_slabs" not in site:
         return 0
@@ -238,12 +238,12 @@ def _next(site: Site) -> int:
     return 2 if site.ports["next_norm_weight"].dtype is DType.F32 else 1
 
 
-def _next_offset(site: Site) -> float:
+def _next_offset(site: CallSite) -> float:
     values = site.attributes.values
     return site.attributes.real("next_norm_offset") if "next_norm_offset" in values else 0.0
 
 
-def strip_table(plan: Layout) -> Array:
+def strip_table(plan: PackedLayout) -> Array:
     """int32 [packed columns / 8, 2]: segment << 24 | column, or -1 for padding; segment width."""
     return np.array(
         [

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear import prefill_launch
+from collections.abc import Mapping
+
+from thor_dflash.plugins.contract import Attribute
+from thor_dflash.plugins.launch import CallSite, Device, Launch, OpKernels
+from thor_dflash.plugins.linear import OP, pack, prefill_launch
 from thor_dflash.plugins.linear.decode_launch import (
     HEAD_COLUMNS,
     MOST_ROWS,
     Epilogue,
-    Fused,
-    few_launches,
+    FusedEpilogue,
+    decode_launches,
     head_squares,
     takes_heads,
 )
 from thor_dflash.plugins.linear.layout import KIND_OF
 from thor_dflash.plugins.linear.prologue_launch import HEADS, refuse_types
-
-__all__ = ["IN_PLACE", "PAIR", "TOLERANCE", "launches", "refuse", "refuse_weight"]
-
-IN_PLACE: frozenset[str] = frozenset()
 
 TOLERANCE = 2.0**-7
 """Rows are bf16: both the result and the reference are rounded once, a relative error of at most
@@ -31,7 +30,7 @@ _BLOCK = 16
 _MOST_SEGMENTS = 16
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the launch of the product, preceded by one for the prologue unless the call receives
     prepared rows. Calls of more than 32 rows go to prefill_launch.
     """
@@ -41,10 +40,10 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     epilogue = Epilogue[a.word("epilogue").upper()]
     segments = a.integer("segments") if epilogue is Epilogue.NONE else 1
     outputs = tuple(f"y{i}" for i in range(segments))
-    return few_launches(site, device, Fused(epilogue, outputs))
+    return decode_launches(site, device, FusedEpilogue(epilogue, outputs))
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
     a = site.attributes
     segments, head_dim, k = a.integer("segments"), a.integer("head_dim"), site.size("x", 1)
@@ -58,32 +57,32 @@ def refuse(site: Site) -> str:
     return why or _refuse_heads(site)
 
 
-def refuse_weight(site: Site, segments: int) -> str:
+def refuse_weight(site: CallSite, segments: int) -> str:
     """Returns why the kernels cannot take the rows, norm weight or weights of a linear or head
     call, or an empty string if they can.
     """
-    room, k = site.op.name, site.size("x", 1)
+    op, k = site.op.name, site.size("x", 1)
     if why := refuse_types(site, ("x", "gate", "residual")) or _refuse_stored(site, segments):
         return why
     if k % _BLOCK:
-        return f"{room}.x must have a multiple of {_BLOCK} columns (got {k})"
+        return f"{op}.x must have a multiple of {_BLOCK} columns (got {k})"
     return ""
 
 
-def _refuse_stored(site: Site, segments: int) -> str:
-    room = site.op.name
+def _refuse_stored(site: CallSite, segments: int) -> str:
+    op = site.op.name
     for weight in (f"weight{i}" for i in range(segments)):
         if weight not in site:
             continue
         if (dtype := site.ports[weight].dtype) not in KIND_OF:
-            return f"{room}.{weight} must be NVFP4, FP8 or bfloat16 (got {dtype.value})"
+            return f"{op}.{weight} must be NVFP4, FP8 or bfloat16 (got {dtype.value})"
         if site.size(weight, 0) % PAIR:
             n = site.size(weight, 0)
-            return f"{room}.{weight} must have a multiple of {PAIR} rows (got {n})"
+            return f"{op}.{weight} must have a multiple of {PAIR} rows (got {n})"
     return ""
 
 
-def _refuse_swiglu(site: Site) -> str:
+def _refuse_swiglu(site: CallSite) -> str:
     if site.attributes.word("epilogue") != "swiglu" or "weight0" not in site:
         return ""
     first, second = (site.ports[f"weight{i}"].dtype.value for i in (0, 1))
@@ -99,7 +98,7 @@ def _refuse_swiglu(site: Site) -> str:
     return ""
 
 
-def _refuse_heads(site: Site) -> str:
+def _refuse_heads(site: CallSite) -> str:
     """Why a product cannot take rows that lack the factors 1 / rms of their heads."""
     head_dim = site.attributes.integer("head_dim")
     if not head_dim or not {"x_slabs", "x_squares"} <= site.ports.keys():
@@ -111,8 +110,27 @@ def _refuse_heads(site: Site) -> str:
     return "" if got == want else f"linear.x_squares must be {want} (got {got})"
 
 
-def _refuse_widths(site: Site) -> str:
+def _refuse_widths(site: CallSite) -> str:
     for port, shaped in site.ports.items():
         if port.rstrip("0123456789") == "y" and shaped.shape[1] % PAIR:
             return f"linear.{port} must have a multiple of {PAIR} columns (got {shaped.shape[1]})"
     return ""
+
+
+def _one_weight(a: Mapping[str, Attribute]) -> bool:
+    return a["segments"] == 1 and a["epilogue"] in ("none", "residual")
+
+
+def _one_output(a: Mapping[str, Attribute]) -> bool:
+    return _one_weight(a) or a["epilogue"] == "swiglu"
+
+
+KERNELS = OpKernels(
+    OP,
+    launches,
+    refuse,
+    packed=pack.packed,
+    pack=pack.pack,
+    writes_slabs=_one_output,
+    fuses_norm=_one_weight,
+)

@@ -21,13 +21,13 @@ from functools import lru_cache
 from itertools import groupby
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.launch import CallSite
 
 SLOT_WEIGHTS = 2048
 """Bytes of weights in a slot of any kind; in an NVFP4 slot these codes precede the scales."""
 
 
-class Kind(IntEnum):
+class WeightKind(IntEnum):
     """How a weight is stored; the numbers are those of packed_weight.cuh."""
 
     NVFP4 = 0
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot: the weights, and for NVFP4 the block scales."""
-        return SLOT_WEIGHTS + (256 if self is Kind.NVFP4 else 0)
+        return SLOT_WEIGHTS + (256 if self is WeightKind.NVFP4 else 0)
 
     @property
     def step_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Kind(IntEnum):
         return 2 * self.slots * self.slot_bytes
 
 
-KIND_OF = {DType.U8: Kind.NVFP4, DType.FP8: Kind.FP8, DType.BF16: Kind.BF16}
+KIND_OF = {DType.U8: WeightKind.NVFP4, DType.FP8: WeightKind.FP8, DType.BF16: WeightKind.BF16}
 """Stored element type of `weight#` -> kind. Other types are refused."""
 
 STEP = 128
@@ -86,12 +86,12 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TileGroup:
     """Up to 768 packed columns of one kind."""
 
     offset: int
     """Of the group's first byte in the packed weight; a multiple of 512."""
-    kind: Kind
+    kind: WeightKind
     tiles: int
     column: int
     """First packed column."""
@@ -103,17 +103,17 @@ class Group:
         """Bytes of one step of K."""
         return self.tiles * self.kind.step_bytes
 
-    def pieces(self, width: int, first: int = 0) -> Iterator[Piece]:
+    def pieces(self, width: int, first: int = 0) -> Iterator[WeightTile]:
         """Yields the n-tiles from `first` on, `width` at a time."""
         for tile in range(first, self.tiles, width):
-            yield Piece(self, tile, min(width, self.tiles - tile))
+            yield WeightTile(self, tile, min(width, self.tiles - tile))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightTile:
     """Neighbouring n-tiles of a group, or half of one."""
 
-    group: Group
+    group: TileGroup
     first: int
     """Index of the first n-tile in the group."""
     tiles: int
@@ -155,7 +155,7 @@ class Piece:
 class NarrowTile:
     """16 columns of a narrow group."""
 
-    group: Group
+    group: TileGroup
     index: int
     """Index among the group's narrow tiles."""
 
@@ -175,14 +175,14 @@ class NarrowTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedLayout:
     """The packed weight of one call."""
 
     k: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[WeightKind, ...]
     widths: tuple[int, ...]
     """Columns of each segment."""
-    groups: tuple[Group, ...]
+    groups: tuple[TileGroup, ...]
     strips: tuple[Strip | None, ...]
     """Indexed by packed column / 8; None is padding."""
 
@@ -208,13 +208,13 @@ class Layout:
         groups = (group for group in self.groups if group.narrow)
         return tuple(NarrowTile(g, i) for g in groups for i in range(g.tiles * NARROW_IN_TILE))
 
-    def padding(self, piece: Piece) -> bool:
+    def padding(self, piece: WeightTile) -> bool:
         """Whether the piece is padding only: none of its columns belongs to a segment."""
         first = piece.column // STRIP
         return not any(self.strips[first : first + piece.columns // STRIP])
 
 
-def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+def segments(site: CallSite) -> tuple[tuple[WeightKind, ...], tuple[int, ...]]:
     """Returns the kind and the number of columns of each segment, taken from `weight#` before
     packing and from `kinds` after.
     """
@@ -223,7 +223,7 @@ def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
         weights = [site.ports[f"weight{i}"] for i in range(count)]
         return tuple(KIND_OF[w.dtype] for w in weights), tuple(w.shape[0] for w in weights)
     # The axis of size 0 stands for no segment; it makes `kinds` an array without bytes.
-    kinds = tuple(Kind(size - 1) for size in site.ports["kinds"].shape if size)
+    kinds = tuple(WeightKind(size - 1) for size in site.ports["kinds"].shape if size)
     if site.op.name == "head":
         return kinds, (site.size("logits", 1),)
     if site.attributes.word("epilogue") == "swiglu":
@@ -231,7 +231,7 @@ def segments(site: Site) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     return kinds, tuple(site.size(f"y{i}", 1) for i in range(count))
 
 
-def layout(site: Site) -> Layout:
+def layout(site: CallSite) -> PackedLayout:
     """Returns the layout of a call's packed weight."""
     kinds, widths = segments(site)
     swiglu = site.op.name == "linear" and site.attributes.word("epilogue") == "swiglu"
@@ -239,8 +239,10 @@ def layout(site: Site) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def _layout(k: int, kinds: tuple[Kind, ...], widths: tuple[int, ...], swiglu: bool) -> Layout:
-    groups: list[Group] = []
+def _layout(
+    k: int, kinds: tuple[WeightKind, ...], widths: tuple[int, ...], swiglu: bool
+) -> PackedLayout:
+    groups: list[TileGroup] = []
     strips: list[Strip | None] = []
     offset = 0
     for kind, run in groupby(range(len(kinds)), key=kinds.__getitem__):
@@ -251,14 +253,14 @@ def _layout(k: int, kinds: tuple[Kind, ...], widths: tuple[int, ...], swiglu: bo
         strips += [strip for part in by_segment for strip in part]
         strips += [None] * (-len(strips) % (TILE // STRIP))
         tiles = (len(strips) - start) * STRIP // TILE
-        narrow = narrow_tiles(tiles) if swiglu and kind is Kind.NVFP4 else 0
+        narrow = narrow_tiles(tiles) if swiglu and kind is WeightKind.NVFP4 else 0
         for first, end in ((0, tiles - narrow), (tiles - narrow, tiles)):
             for tile in range(first, end, GROUP_TILES):
                 column = start * STRIP + tile * TILE
                 count = min(GROUP_TILES, end - tile)
-                groups.append(Group(offset, kind, count, column, narrow=first > 0))
+                groups.append(TileGroup(offset, kind, count, column, narrow=first > 0))
                 offset += -(-k // STEP) * groups[-1].step_bytes
-    return Layout(k, kinds, widths, tuple(groups), tuple(strips))
+    return PackedLayout(k, kinds, widths, tuple(groups), tuple(strips))
 
 
 def narrow_tiles(tiles: int) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     dtype = x.dtype("x")
     rows = b.round(prologue(b, x, a), dtype)
     y = [
@@ -24,7 +24,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     return {f"y{i}": b.narrow(value, dtype) for i, value in enumerate(y)}
 
 
-def prologue(b: Body, x: Inputs, a: Attributes) -> str:
+def prologue(b: FunctionBuilder, x: Inputs, a: Attributes) -> str:
     """Returns the rows after norm and gate, float32."""
     rows = x.f32(b, "x")
     if "norm_weight" in x:

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.launch import CallSite, Shaped
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
     SLOT_WEIGHTS,
     STRIP,
     TILE,
-    Group,
-    Kind,
-    Layout,
+    PackedLayout,
+    TileGroup,
+    WeightKind,
     layout,
 )
 
@@ -30,7 +30,7 @@ LARGEST_SCALE = 0x7E
 _BLOCK = 16
 
 
-def packed(site: Site) -> dict[str, Shaped]:
+def packed(site: CallSite) -> dict[str, Shaped]:
     """Returns the ports that replace a call's weights.
 
     `packed` uint8 [bytes]; `scales` float32 [packed columns]; `kinds`, an array without bytes whose
@@ -45,7 +45,7 @@ def packed(site: Site) -> dict[str, Shaped]:
     }
 
 
-def pack(site: Site, arrays: Mapping[str, Array]) -> dict[str, Array]:
+def pack(site: CallSite, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the ports of `packed`, made from the contract's weight# [N#, C#],
     block_scale# [N#, K/16] and row_scale# [N#].
 
@@ -68,19 +68,19 @@ def pack(site: Site, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _pack_tile(
-    plan: Layout, group: Group, tile: int, arrays: Mapping[str, Array], out: Array
+    plan: PackedLayout, group: TileGroup, tile: int, arrays: Mapping[str, Array], out: Array
 ) -> None:
     """Writes 64 packed columns to out[step, half of the step, bytes]."""
     first = group.column + tile * TILE
     k = plan.steps * 128
-    if group.kind is Kind.NVFP4:
+    if group.kind is WeightKind.NVFP4:
         scales = _rows(plan, first, "block_scale", k // _BLOCK, arrays)
         if (scales > LARGEST_SCALE).any():
             bad = int(scales[scales > LARGEST_SCALE][0])
             raise ValueError(f"block_scale must be a positive E4M3 number (got byte {bad:#x})")
         codes = _rows(plan, first, "weight", k // 2, arrays)
         (_narrow if group.narrow else _nvfp4)(codes, scales, out)
-    elif group.kind is Kind.FP8:
+    elif group.kind is WeightKind.FP8:
         rows = _rows(plan, first, "weight", k, arrays)
         if ((rows & 0x7F) == 0x7F).any():
             raise ValueError("weight must be numbers (got an E4M3 NaN)")
@@ -89,7 +89,9 @@ def _pack_tile(
         _bf16(_rows(plan, first, "weight", 2 * k, arrays), out)
 
 
-def _rows(plan: Layout, first: int, port: str, width: int, arrays: Mapping[str, Array]) -> Array:
+def _rows(
+    plan: PackedLayout, first: int, port: str, width: int, arrays: Mapping[str, Array]
+) -> Array:
     """Returns 64 packed columns of a stored port as uint8 [64, width], padded with zeros."""
     rows = np.zeros((TILE, width), np.uint8)
     for i in range(TILE // STRIP):
@@ -101,7 +103,7 @@ def _rows(plan: Layout, first: int, port: str, width: int, arrays: Mapping[str, 
     return rows
 
 
-def _scales(plan: Layout, arrays: Mapping[str, Array]) -> Array:
+def _scales(plan: PackedLayout, arrays: Mapping[str, Array]) -> Array:
     """Returns the factor by which each column's sum is multiplied, float32 [packed columns]."""
     scales = np.ones((len(plan.strips), STRIP), np.float32)
     for i, strip in enumerate(plan.strips):
@@ -109,7 +111,7 @@ def _scales(plan: Layout, arrays: Mapping[str, Array]) -> Array:
             part = rows[strip.column : strip.column + STRIP]
             scales[i, : len(part)] = part
     for group in plan.groups:
-        if group.kind is Kind.NVFP4:
+        if group.kind is WeightKind.NVFP4:
             at = group.column // STRIP
             scales[at : at + group.tiles * TILE // STRIP] *= NVFP4_FACTOR
     return scales.reshape(-1)

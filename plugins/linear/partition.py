@@ -24,11 +24,11 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
     PIECE_TILES,
-    Group,
-    Kind,
-    Layout,
     NarrowTile,
-    Piece,
+    PackedLayout,
+    TileGroup,
+    WeightKind,
+    WeightTile,
 )
 
 OFFSET_UNIT = 512
@@ -52,7 +52,7 @@ ROWS = 0.4 * 2048
 """Cost to a block of reading the rows of a half step, which come from the L2 cache, in the same
 unit. An estimate."""
 
-WORK = {Kind.NVFP4: 1.0, Kind.FP8: 0.85, Kind.BF16: 0.75}
+WORK = {WeightKind.NVFP4: 1.0, WeightKind.FP8: 0.85, WeightKind.BF16: 0.75}
 """Relative cost to a block of a byte of weight, lower where a byte needs less decoding and fewer
 products. BF16: from a trace on an H100, where blocks with one bf16 n-tile took 24 us and blocks
 with two NVFP4 n-tiles 19 us; halves have not been traced. FP8: an estimate."""
@@ -61,9 +61,9 @@ WARPS, EACH = 8, 2
 """Multiplying warps of a block, and blocks that share a multiprocessor."""
 SLIM, SLIM_EACH = 4, 3
 """The same for a smaller block. With few columns, blocks of 8 warps would leave some
-multiprocessors with two blocks and others with one, and three n-tiles in room for four leave some
-schedulers half of the work. Items of two n-tiles and three blocks per multiprocessor run the 50 MB
-of down_proj in 20.2 us instead of 24.8 us, measured on an H100."""
+multiprocessors with two blocks and others with one, and three n-tiles in operator for four leave
+some schedulers half of the work. Items of two n-tiles and three blocks per multiprocessor run the
+50 MB of down_proj in 20.2 us instead of 24.8 us, measured on an H100."""
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor; a block's warps are distributed over them in turn."""
 WARP_TILES = 2
@@ -74,10 +74,10 @@ HALF = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class WorkTile:
     """The work that a cluster does at a time."""
 
-    piece: Piece
+    piece: WeightTile
     narrow: NarrowTile | None = None
 
 
@@ -91,7 +91,7 @@ class Partition:
     """Blocks that share a multiprocessor."""
     parts: int
     """Blocks of a cluster."""
-    clusters: tuple[tuple[Item, ...], ...]
+    clusters: tuple[tuple[WorkTile, ...], ...]
     by_head: bool = False
     """Whether rows lack the factors 1 / rms of their heads (head_norm.cuh)."""
 
@@ -104,7 +104,7 @@ class Partition:
     def tiles(self) -> int:
         """n-tiles of every NVFP4 item; 0 if they differ."""
         items = (item for items in self.clusters for item in items)
-        found = {i.piece.tiles for i in items if i.piece.group.kind is Kind.NVFP4}
+        found = {i.piece.tiles for i in items if i.piece.group.kind is WeightKind.NVFP4}
         return found.pop() if len(found) == 1 else 0
 
     def item_table(self) -> Array:
@@ -123,14 +123,14 @@ class Partition:
         return table
 
 
-def _piece_words(piece: Piece, left: int) -> tuple[int, int, int, int]:
+def _piece_words(piece: WeightTile, left: int) -> tuple[int, int, int, int]:
     half = 0 if piece.half is None else 1 << 2
     rest = piece.group.kind | half | piece.tiles << 8 | left << 16
     step = piece.group.step_bytes // OFFSET_UNIT
     return piece.offset // OFFSET_UNIT, step, piece.column, rest
 
 
-def halves(plan: Layout, parts: int) -> list[range]:
+def halves(plan: PackedLayout, parts: int) -> list[range]:
     """Returns the half steps of K of each block of a cluster. Ranges consist of whole steps, except
     that the last one leaves out a half step that would be padding.
     """
@@ -140,7 +140,7 @@ def halves(plan: Layout, parts: int) -> list[range]:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstItems:
+class FirstTiles:
     """What a block computes its cluster's first item from, as FirstItems in pipeline.cuh:
     arguments of the kernel.
     """
@@ -151,30 +151,30 @@ class FirstItems:
     """n-tiles of the packed weight's first groups, which are NVFP4."""
 
 
-def first_items(plan: Layout, cut: Partition) -> FirstItems:
+def first_items(plan: PackedLayout, cut: Partition) -> FirstTiles:
     """Returns what the first items of a cut follow from."""
     loaded = len(cut.clusters) - _regular(plan, cut)
-    return FirstItems(loaded, sum(group.tiles for group in _first_groups(plan)))
+    return FirstTiles(loaded, sum(group.tiles for group in _first_groups(plan)))
 
 
-def _first_groups(plan: Layout) -> list[Group]:
+def _first_groups(plan: PackedLayout) -> list[TileGroup]:
     """The groups before the first one that is not NVFP4."""
-    return list(itertools.takewhile(lambda group: group.kind is Kind.NVFP4, plan.groups))
+    return list(itertools.takewhile(lambda group: group.kind is WeightKind.NVFP4, plan.groups))
 
 
-def _regular(plan: Layout, cut: Partition) -> int:
+def _regular(plan: PackedLayout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
     time, in order, and nothing else. None with narrow tiles: see FirstItems in pipeline.cuh.
     """
     if plan.narrow or not cut.tiles:
         return 0
     pieces = [piece for group in _first_groups(plan) for piece in group.pieces(cut.tiles)]
-    expected = [(Item(piece),) for piece in pieces]
+    expected = [(WorkTile(piece),) for piece in pieces]
     counts = range(min(len(expected), len(cut.clusters)), 0, -1)
     return next((n for n in counts if [*cut.clusters[-n:]] == expected[:n]), 0)
 
 
-def _ordered(plan: Layout, cut: Partition) -> Partition:
+def _ordered(plan: PackedLayout, cut: Partition) -> Partition:
     """Puts clusters with the packed weight's first n-tiles last, in order, so that most first items
     can be computed. The others come first since they have to load theirs.
     """
@@ -185,7 +185,7 @@ def _ordered(plan: Layout, cut: Partition) -> Partition:
 
 
 @lru_cache(maxsize=256)
-def partition(plan: Layout, multiprocessors: int, *, by_head: bool = False) -> Partition:
+def partition(plan: PackedLayout, multiprocessors: int, *, by_head: bool = False) -> Partition:
     """Cuts a layout for a device. No cluster is left without work. Takes the cut whose busiest
     multiprocessor finishes first; ties go to the largest blocks, then to the smallest clusters.
     """
@@ -209,7 +209,7 @@ def clusters(parts: int, multiprocessors: int, each: int) -> int:
     return max(1, int(multiprocessors * each * FIT[parts] / parts))
 
 
-def _parts(plan: Layout) -> Iterator[int]:
+def _parts(plan: PackedLayout) -> Iterator[int]:
     """Yields the possible cluster sizes. With narrow tiles only 2: in larger clusters the sums of a
     narrow tile do not fit into shared memory.
     """
@@ -222,7 +222,7 @@ def _most_tiles(warps: int) -> int:
     return min(PIECE_TILES, warps // 2)
 
 
-def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
+def _dealt(plan: PackedLayout, cut: Partition, count: int, width: int) -> Partition:
     """Assigns each piece, in order of decreasing cost, to the cluster with the least work. Pieces
     have the largest width as long as every cluster gets equally many of them; the rest is cut into
     pieces of `width` n-tiles. The narrow tiles are assigned last.
@@ -230,29 +230,29 @@ def _dealt(plan: Layout, cut: Partition, count: int, width: int) -> Partition:
     most = _most_tiles(cut.warps)
     wide = [p for g in plan.groups if not g.narrow for p in _pieces(plan, g, most)]
     whole = len(wide) // count * count
-    rest: list[Piece] = []
+    rest: list[WeightTile] = []
     for piece in wide[whole:]:
         if not rest or rest[-1].group is not piece.group:
             pieces = _pieces(plan, piece.group, width, piece.first)
             rest += [p for p in pieces if _place(p) >= _place(piece)]
     ordered = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, cut))
     heap = [(0.0, i) for i in range(min(count, len(ordered)))]
-    dealt: list[list[Item]] = [[] for _ in heap]
+    dealt: list[list[WorkTile]] = [[] for _ in heap]
     for piece in ordered:
         load, i = heapq.heappop(heap)
-        dealt[i].append(Item(piece))
+        dealt[i].append(WorkTile(piece))
         heapq.heappush(heap, (load + _piece_cost(plan, piece, cut) + END, i))
     _deal_narrow(plan, cut, heap, dealt)
     return replace(cut, clusters=tuple(map(tuple, dealt)))
 
 
-def _place(piece: Piece) -> tuple[int, int]:
+def _place(piece: WeightTile) -> tuple[int, int]:
     """Returns the position of a piece in its group: first n-tile, and which half of it."""
     return piece.first, piece.half or 0
 
 
 def _deal_narrow(
-    plan: Layout, cut: Partition, heap: list[tuple[float, int]], dealt: list[list[Item]]
+    plan: PackedLayout, cut: Partition, heap: list[tuple[float, int]], dealt: list[list[WorkTile]]
 ) -> None:
     """Assigns each narrow tile to the cluster with the least work among those that still have an
     item without a narrow tile.
@@ -261,25 +261,27 @@ def _deal_narrow(
     for tile in plan.narrow:
         load, i = heapq.heappop(heap)
         items, at = dealt[i], given[i]
-        items[at] = Item(items[at].piece, tile)
+        items[at] = WorkTile(items[at].piece, tile)
         given[i] += 1
         if given[i] < len(items):
             heapq.heappush(heap, (load + _narrow_cost(plan, cut), i))
 
 
-def _pieces(plan: Layout, group: Group, width: int, first: int = 0) -> Iterator[Piece]:
+def _pieces(
+    plan: PackedLayout, group: TileGroup, width: int, first: int = 0
+) -> Iterator[WeightTile]:
     """Yields the pieces of a group from n-tile `first` on, each with about the work of `width`
     NVFP4 n-tiles: fewer n-tiles of a kind with more bytes, or halves of bf16 n-tiles, without those
     that are padding.
     """
     slots = group.kind.slots
-    if group.kind is not Kind.BF16 or width >= slots:
+    if group.kind is not WeightKind.BF16 or width >= slots:
         return group.pieces(max(1, width // slots), first)
-    found = (Piece(group, t, 1, half) for t in range(first, group.tiles) for half in (0, 1))
+    found = (WeightTile(group, t, 1, half) for t in range(first, group.tiles) for half in (0, 1))
     return (piece for piece in found if not plan.padding(piece))
 
 
-def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
+def lanes(plan: PackedLayout, piece: WeightTile, cut: Partition) -> int:
     """Returns among how many n-tiles a block's warps are divided, which may be more than the piece
     has; as Item::lanes in pipeline.cuh.
     """
@@ -287,11 +289,11 @@ def lanes(plan: Layout, piece: Piece, cut: Partition) -> int:
         return cut.warps // 2
     if plan.narrow or cut.by_head:
         return cut.warps // 2
-    alone = piece.tiles == 1 and cut.parts == 2 and piece.group.kind is not Kind.NVFP4
+    alone = piece.tiles == 1 and cut.parts == 2 and piece.group.kind is not WeightKind.NVFP4
     return 1 if alone else WARP_TILES
 
 
-def _piece_cost(plan: Layout, piece: Piece, cut: Partition) -> float:
+def _piece_cost(plan: PackedLayout, piece: WeightTile, cut: Partition) -> float:
     """Cost of a piece for the busiest block of a cluster, in bytes streamed, scaled as if every
     scheduler had as much work as the busiest one.
     """
@@ -302,14 +304,14 @@ def _piece_cost(plan: Layout, piece: Piece, cut: Partition) -> float:
     return weights + turns / piece.slots * ROWS
 
 
-def _narrow_cost(plan: Layout, cut: Partition) -> float:
+def _narrow_cost(plan: PackedLayout, cut: Partition) -> float:
     """Cost that a narrow tile adds to its item. Its epilogue is estimated to cost nothing."""
-    kind = Kind.NVFP4
+    kind = WeightKind.NVFP4
     turns = _turns(plan, kind.slots, cut.parts, WARPS // PIECE_TILES)
     return turns * kind.slot_bytes / NARROW_IN_TILE * WORK[kind]
 
 
-def _turns(plan: Layout, slots: int, parts: int, phases: int) -> int:
+def _turns(plan: PackedLayout, slots: int, parts: int, phases: int) -> int:
     """Slots of the block with the longest range of K, `slots` per 64 of K, rounded up to a multiple
     of `phases`, since the warps of an n-tile take slots in turn.
     """
@@ -317,12 +319,12 @@ def _turns(plan: Layout, slots: int, parts: int, phases: int) -> int:
     return -(-longest * slots // phases) * phases
 
 
-def _item_cost(plan: Layout, item: Item, cut: Partition) -> float:
+def _item_cost(plan: PackedLayout, item: WorkTile, cut: Partition) -> float:
     narrow = 0.0 if item.narrow is None else _narrow_cost(plan, cut)
     return _piece_cost(plan, item.piece, cut) + narrow
 
 
-def _cost(plan: Layout, cut: Partition) -> float:
+def _cost(plan: PackedLayout, cut: Partition) -> float:
     """Cost of the busiest multiprocessor, whose blocks share its bandwidth but run their epilogues
     at the same time. It is assumed to hold as many blocks as fit: the hardware places a block
     without regard to the load of other multiprocessors.

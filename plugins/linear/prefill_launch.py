@@ -14,17 +14,23 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.launch import (
-    Addresses,
     Argument,
-    At,
+    CallSite,
     Device,
     Int,
     Launch,
-    Site,
+    Pointer,
+    PointerTable,
     Table,
 )
 from thor_dflash.plugins.linear.decode_launch import Epilogue, strip_table
-from thor_dflash.plugins.linear.layout import PIECE_TILES, Group, Layout, Piece, layout
+from thor_dflash.plugins.linear.layout import (
+    PIECE_TILES,
+    PackedLayout,
+    TileGroup,
+    WeightTile,
+    layout,
+)
 from thor_dflash.plugins.linear.prologue_launch import SLAB, prepared
 
 FEWEST_STAGES = 2
@@ -49,10 +55,10 @@ Source: docs/measurements/2026-11-23-cuda-15.md."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Tiling:
     """The items of a launch, in the order in which blocks take them."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightTile, ...]
     height: int
     """Rows of a tile, HIGH or LOW."""
     tiles: int
@@ -65,13 +71,13 @@ class Cut:
         return 2 * self.tiles - self.whole
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the launches of a call with more than 32 rows."""
     rows, before = prepared(site, slabs=True)
     return (*before, _product(site, device, rows))
 
 
-def _product(site: Site, device: Device, rows: Argument) -> Launch:
+def _product(site: CallSite, device: Device, rows: Argument) -> Launch:
     plan = layout(site)
     t, k = site.ports["x"].shape
     blocks = device.multiprocessors
@@ -87,12 +93,12 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
         threads=THREADS,
         arguments=(
             rows,
-            At("packed"),
-            At("scales"),
+            Pointer("packed"),
+            Pointer("scales"),
             Table(_table(found.pieces)),
             Table(strip_table(plan)),
-            At("residual"),
-            Addresses(tuple(f"y{i}" for i in range(outputs))),
+            Pointer("residual"),
+            PointerTable(tuple(f"y{i}" for i in range(outputs))),
             Int(t),
             Int(k),
             Int(len(found.pieces)),
@@ -109,25 +115,25 @@ def _product(site: Site, device: Device, rows: Argument) -> Launch:
 
 
 @lru_cache(maxsize=256)
-def cut(plan: Layout, rows: int, blocks: int) -> Cut:
+def cut(plan: PackedLayout, rows: int, blocks: int) -> Tiling:
     """Returns the cut whose busiest block finishes first. Ties go to the widest items, then to the
     fewest halves, since cutting makes several items read the same rows or weights.
     """
     return min(_cuts(plan, rows, blocks), key=lambda found: _longest(found, blocks))
 
 
-def _cuts(plan: Layout, rows: int, blocks: int) -> Iterator[Cut]:
+def _cuts(plan: PackedLayout, rows: int, blocks: int) -> Iterator[Tiling]:
     """Yields cuts into whole tiles only, and cuts into full rounds of whole tiles, then halves."""
     height = LOW if rows <= LOW else HIGH
     for width in (WIDE, SLIM):
         pieces = tuple(piece for group in plan.groups for piece in group.pieces(width))
         tiles = -(-rows // height) * len(pieces)
-        yield Cut(pieces, height, tiles, tiles)
+        yield Tiling(pieces, height, tiles, tiles)
         if height == HIGH:
-            yield Cut(pieces, height, tiles, tiles // blocks * blocks)
+            yield Tiling(pieces, height, tiles, tiles // blocks * blocks)
 
 
-def _longest(found: Cut, blocks: int) -> float:
+def _longest(found: Tiling, blocks: int) -> float:
     """Cost of the busiest block, where block b makes the items b, b + blocks, b + 2 blocks, ..."""
     row_tiles = found.tiles // len(found.pieces)
     widths = [WIDE if piece.tiles > SLIM else SLIM for piece in found.pieces]
@@ -138,7 +144,7 @@ def _longest(found: Cut, blocks: int) -> float:
     return float(padded.reshape(-1, blocks).sum(0).max())
 
 
-def _stage_bytes(plan: Layout, height: int) -> int:
+def _stage_bytes(plan: PackedLayout, height: int) -> int:
     """Bytes of one stage, which holds half a step of K: rows, the n-tiles of a piece of the largest
     kind, barriers.
     """
@@ -146,7 +152,7 @@ def _stage_bytes(plan: Layout, height: int) -> int:
     return height * 2 * SLAB + weights + BARRIER_BYTES
 
 
-def _table(pieces: Sequence[Piece]) -> Array:
+def _table(pieces: Sequence[WeightTile]) -> Array:
     """int32 [pieces, 4]: offset in units of 512 bytes; kind | n-tiles of the group << 8; n-tiles of
     the piece; first packed column.
     """
@@ -157,5 +163,5 @@ def _table(pieces: Sequence[Piece]) -> Array:
     return np.array(rows, np.int32)
 
 
-def _kind(group: Group) -> int:
+def _kind(group: TileGroup) -> int:
     return NARROW if group.narrow else group.kind

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.launch import Argument, At, Int, Launch, Real, Scratch, Site
+from thor_dflash.plugins.launch import Argument, CallSite, Int, Launch, Pointer, Real, Scratch
 
 THREADS = 256
 _COLUMNS = 8 * THREADS
@@ -20,7 +20,7 @@ SLAB = 64
 """Columns of a slab."""
 
 
-class Gate(IntEnum):
+class GateKind(IntEnum):
     """Prologue gate, as in prologue.cu."""
 
     NONE = 0
@@ -28,18 +28,18 @@ class Gate(IntEnum):
     SILU = 2
 
 
-def refuse_types(site: Site, rows: Sequence[str]) -> str:
+def refuse_types(site: CallSite, rows: Sequence[str]) -> str:
     """Returns why the kernels cannot take the types of these ports, which are rows, or that of the
     norm weight, or an empty string if they can.
     """
-    room = site.op.name
+    op = site.op.name
     for name in rows:
         if name in site and (dtype := site.ports[name].dtype) is not DType.BF16:
-            return f"{room}.{name} must be bfloat16 (got {dtype.value})"
+            return f"{op}.{name} must be bfloat16 (got {dtype.value})"
     if "norm_weight" in site:
         dtype = site.ports["norm_weight"].dtype
         if dtype not in (DType.BF16, DType.F32):
-            return f"{room}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
+            return f"{op}.norm_weight must be bfloat16 or float32 (got {dtype.value})"
     return ""
 
 
@@ -49,25 +49,25 @@ def padded(k: int) -> int:
 
 
 def prepared(
-    site: Site, folder: str = "", *, slabs: bool = False
+    site: CallSite, folder: str = "", *, slabs: bool = False
 ) -> tuple[Argument, tuple[Launch, ...]]:
     """Returns the product's input rows and the launch that makes them; no launch if `x` itself can
     be used.
 
     Args:
-        folder: Path of linear's sources, relative to the room's own folder.
+        folder: Path of linear's sources, relative to the operator's own folder.
         slabs: Whether the rows must be in slabs (activation_slabs.cuh), as the products'
             kernels read them; `x` never is.
     """
     a = site.attributes
-    gate = Gate[a.word("gate").upper()] if "gate" in a.values else Gate.NONE
-    if "norm_weight" not in site and gate is Gate.NONE and not slabs:
-        return At("x"), ()
+    gate = GateKind[a.word("gate").upper()] if "gate" in a.values else GateKind.NONE
+    if "norm_weight" not in site and gate is GateKind.NONE and not slabs:
+        return Pointer("x"), ()
     t, k = site.ports["x"].shape
     norm = _norm(site)
     wide = "norm_weight" in site and site.ports["norm_weight"].dtype is DType.F32
     rows = Scratch("rows", 2 * t * padded(k))
-    arguments = (At("x"), At("norm_weight"), At("gate"), rows, Int(k))
+    arguments = (Pointer("x"), Pointer("norm_weight"), Pointer("gate"), rows, Int(k))
     launch = Launch(
         kernel="linear_rows",
         source=f"{folder}prologue.cu",
@@ -85,7 +85,7 @@ def prepared(
     return rows, (launch,)
 
 
-def _norm(site: Site) -> int:
+def _norm(site: CallSite) -> int:
     """As NORM in prologue.cu."""
     if "norm_weight" not in site:
         return 0

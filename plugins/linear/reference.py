@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attributes, OpCase
 from thor_dflash.plugins.numpy_math import dequantise, rms_norm, rounded, sigmoid, silu, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes."""
+    """See the operator's docstring for shapes."""
     dtype = DType.of(x["x"])
     rows = wide(rounded(_prologue(x, a), dtype))
     y = [_project(x, rows, i) for i in range(a.integer("segments"))]
@@ -62,46 +62,46 @@ def weight_case(
     return {f"weight{i}": w.astype(DType(kind).numpy)}
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """Every weight kind; each prologue and epilogue; mixed kinds in one launch; 1 to 17 rows; rows
     near zero.
     """
     k, n = 64, 48
     for kind in ("nvfp4", "fp8", "bfloat16", "float16", "float32"):
-        yield Case(kind, {"x": _rows(rng, 16, k), **weight_case(rng, kind, n, k)}, {})
+        yield OpCase(kind, {"x": _rows(rng, 16, k), **weight_case(rng, kind, n, k)}, {})
     norm = rng.standard_normal(k).astype(DType.BF16.numpy)
     for t in (1, 3, 16, 17):
         x = {"x": _rows(rng, t, k, 30), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)}
-        yield Case(f"norm_{t}_rows", x, {"norm_offset": 1.0})
+        yield OpCase(f"norm_{t}_rows", x, {"norm_offset": 1.0})
     for kind in ("nvfp4", "bfloat16"):
         x = {"x": _rows(rng, 16, k).astype(DType.BF16.numpy), "norm_weight": norm}
-        yield Case(f"bf16_rows_{kind}", x | weight_case(rng, kind, n, k), {"norm_offset": 1.0})
+        yield OpCase(f"bf16_rows_{kind}", x | weight_case(rng, kind, n, k), {"norm_offset": 1.0})
     mixed: dict[str, Array] = {"x": _rows(rng, 16, k), "norm_weight": norm}
     for i, kind in enumerate(("nvfp4", "fp8", "bfloat16", "float32")):
         mixed |= weight_case(rng, kind, n - 16 * (i % 2), k, i)
-    yield Case("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
+    yield OpCase("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
     yield from _fused_cases(rng, n, k, norm)
 
 
-def _fused_cases(rng: np.random.Generator, n: int, k: int, norm: Array) -> Iterator[Case]:
+def _fused_cases(rng: np.random.Generator, n: int, k: int, norm: Array) -> Iterator[OpCase]:
     swiglu = {**weight_case(rng, "nvfp4", n, k, 0), **weight_case(rng, "bfloat16", n, k, 1)}
-    yield Case(
+    yield OpCase(
         "swiglu",
         {"x": _rows(rng, 16, k), "norm_weight": norm, **swiglu},
         {"segments": 2, "epilogue": "swiglu", "norm_offset": 1.0},
     )
     x = {"x": _rows(rng, 16, k), "residual": _rows(rng, 16, n, 50)}
-    yield Case("residual", x | weight_case(rng, "fp8", n, k), {"epilogue": "residual"})
+    yield OpCase("residual", x | weight_case(rng, "fp8", n, k), {"epilogue": "residual"})
     x = {"x": _rows(rng, 16, k), "residual": _rows(rng, 16, n), "gate": _rows(rng, 16, k, 20)}
     x |= weight_case(rng, "nvfp4", n, k)
-    yield Case("sigmoid_gate_residual", x, {"epilogue": "residual", "gate": "sigmoid"})
-    yield Case(
+    yield OpCase("sigmoid_gate_residual", x, {"epilogue": "residual", "gate": "sigmoid"})
+    yield OpCase(
         "gated_head_norm",
         {**x, "norm_weight": norm[:32]},
         {"epilogue": "residual", "gate": "silu", "head_dim": 32},
     )
     x = {"x": near_zero(_rows(rng, 16, k)), "norm_weight": norm, **weight_case(rng, "nvfp4", n, k)}
-    yield Case("rows_near_zero", x, {"norm_eps": NEAR_ZERO**2})
+    yield OpCase("rows_near_zero", x, {"norm_eps": NEAR_ZERO**2})
 
 
 NEAR_ZERO = 0.03

@@ -11,23 +11,23 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.launch import CallSite
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.layout import (
     NARROW_IN_TILE,
     SLOT_WEIGHTS,
     STRIP,
     TILE,
-    Group,
-    Kind,
-    Layout,
+    PackedLayout,
+    TileGroup,
+    WeightKind,
     layout,
 )
 
-_DTYPE = {Kind.NVFP4: DType.U8, Kind.FP8: DType.FP8, Kind.BF16: DType.BF16}
+_DTYPE = {WeightKind.NVFP4: DType.U8, WeightKind.FP8: DType.FP8, WeightKind.BF16: DType.BF16}
 
 
-def unpack(site: Site, packed: Array, scales: Array) -> dict[str, Array]:
+def unpack(site: CallSite, packed: Array, scales: Array) -> dict[str, Array]:
     """Returns weight# [N#, C#], and block_scale# and row_scale# if the kind has them.
 
     `packed` uint8 [bytes] and `scales` float32 [packed columns] are as `pack` makes them for
@@ -39,7 +39,7 @@ def unpack(site: Site, packed: Array, scales: Array) -> dict[str, Array]:
         size = plan.steps * group.step_bytes
         shape = (plan.steps, group.tiles, 2, group.kind.slots * group.kind.slot_bytes)
         blocks = packed[group.offset : group.offset + size].reshape(shape)
-        factor = pack.NVFP4_FACTOR if group.kind is Kind.NVFP4 else np.float32(1)
+        factor = pack.NVFP4_FACTOR if group.kind is WeightKind.NVFP4 else np.float32(1)
         for tile in range(group.tiles):
             first = group.column + tile * TILE
             parts = _tile(plan, group, np.ascontiguousarray(blocks[:, tile]))
@@ -48,19 +48,21 @@ def unpack(site: Site, packed: Array, scales: Array) -> dict[str, Array]:
     return {name: value for name, value in out.items() if value.size}
 
 
-def _empty(plan: Layout) -> dict[str, Array]:
+def _empty(plan: PackedLayout) -> dict[str, Array]:
     out: dict[str, Array] = {}
     for i, (kind, width) in enumerate(zip(plan.kinds, plan.widths, strict=True)):
-        columns = plan.k // 2 if kind is Kind.NVFP4 else plan.k
+        columns = plan.k // 2 if kind is WeightKind.NVFP4 else plan.k
         out[f"weight{i}"] = np.empty((width, columns), _DTYPE[kind].numpy)
-        if kind is Kind.NVFP4:
+        if kind is WeightKind.NVFP4:
             out[f"block_scale{i}"] = np.empty((width, plan.k // 16), DType.FP8.numpy)
-        if kind is not Kind.BF16:
+        if kind is not WeightKind.BF16:
             out[f"row_scale{i}"] = np.empty(width, np.float32)
     return out
 
 
-def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[str, Array]) -> None:
+def _place(
+    plan: PackedLayout, first: int, parts: Mapping[str, Array], out: Mapping[str, Array]
+) -> None:
     """Copies 64 packed columns, strip by strip, to the rows of their segments."""
     for i in range(TILE // STRIP):
         strip = plan.strips[first // STRIP + i]
@@ -73,16 +75,16 @@ def _place(plan: Layout, first: int, parts: Mapping[str, Array], out: Mapping[st
                 part[...] = found[:, : part.shape[1]] if part.ndim == 2 else found
 
 
-def _tile(plan: Layout, group: Group, blocks: Array) -> dict[str, Array]:
+def _tile(plan: PackedLayout, group: TileGroup, blocks: Array) -> dict[str, Array]:
     """[steps, 2, bytes] -> weight [64, ...] and, for NVFP4, block_scale [64, K/16]; K is padded to
     whole steps.
     """
     if group.narrow:
         return _narrow(blocks)
-    if group.kind is Kind.NVFP4:
+    if group.kind is WeightKind.NVFP4:
         codes = _codes(np.ascontiguousarray(blocks[:, :, :SLOT_WEIGHTS]).view(np.uint32))
         return {"weight": codes, "block_scale": _block_scales(blocks[:, :, SLOT_WEIGHTS:])}
-    if group.kind is Kind.FP8:
+    if group.kind is WeightKind.FP8:
         pairs = blocks.view(np.uint16).reshape(-1, 2, 8, 4, 4, 2)  # [k16, half, g, t, strip, b]
         rows = np.ascontiguousarray(pairs.transpose(1, 4, 2, 0, 5, 3)).view(np.uint8)
         return {"weight": rows.reshape(TILE, -1).view(DType.FP8.numpy)}

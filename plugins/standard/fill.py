@@ -7,10 +7,10 @@ deviations; NVFP4 codes are uniform.
 
 from __future__ import annotations
 
-from thor_dflash.plugins.launch import At, Device, Int, Launch, Real
-from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, Kind
+from thor_dflash.plugins.launch import Device, Int, Launch, Pointer, Real
+from thor_dflash.plugins.linear.layout import NARROW_IN_TILE, WeightKind
 
-NVFP4_SLOT = Kind.NVFP4.slot_bytes
+NVFP4_SLOT = WeightKind.NVFP4.slot_bytes
 """Bytes of the unit that `nvfp4` writes."""
 NARROW_SLOT = NVFP4_SLOT // NARROW_IN_TILE
 """The same for narrow tiles."""
@@ -34,7 +34,7 @@ def _launch(kernel: str, device: Device, count: int, seed: int, *more: Int | Rea
         kernel,
         (device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, 1, 1),
         THREADS,
-        (At("to"), Int(count), Int(seed), *more),
+        (Pointer("to"), Int(count), Int(seed), *more),
         source="fill.cu",
     )
 

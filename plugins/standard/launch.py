@@ -14,8 +14,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.launch import Addresses, At, Int, Launch, Real, Table
+from thor_dflash.plugins.launch import (
+    CallSite,
+    Device,
+    Int,
+    Launch,
+    OpKernels,
+    Pointer,
+    PointerTable,
+    Real,
+    Table,
+    always,
+)
 from thor_dflash.plugins.linear.decode_launch import SQUARES_ROWS
+from thor_dflash.plugins.standard import unfused
+from thor_dflash.plugins.standard.nodes import ADD, COMPOSE, CONCAT, EMBED, ROWS, SILU_MUL
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -57,7 +70,7 @@ def embed(
         (rows if norm is None else SQUARES_ROWS, -(-slices // WARPS), 1),
         THREADS,
         (
-            *map(At, ("table", "ids", "rows", "y0_slabs", "y0_squares", "next_norm_weight")),
+            *map(Pointer, ("table", "ids", "rows", "y0_slabs", "y0_squares", "next_norm_weight")),
             Int(vocabulary),
             Int(hidden),
             Int(rows),
@@ -87,10 +100,10 @@ def concat(rows: int, widths: Sequence[int]) -> Launch:
         (rows, len(widths), 1),
         THREADS,
         (
-            Addresses(tuple(f"x{i}" for i in range(len(widths)))),
+            PointerTable(tuple(f"x{i}" for i in range(len(widths)))),
             Table(units),
             Table(starts),
-            At("y"),
+            Pointer("y"),
             Int(int(units.sum())),
         ),
     )
@@ -103,4 +116,55 @@ def compose(rows: int) -> Launch:
     """
     threads = 32 * -(-rows // 32)
     ports = ("last", "forced", "best", "tokens")
-    return Launch("compose", (1, 1, 1), threads, (*(At(name) for name in ports), Int(rows)))
+    return Launch("compose", (1, 1, 1), threads, (*(Pointer(name) for name in ports), Int(rows)))
+
+
+# ---- the same, by call ----------------------------------------------------------------------
+
+
+def _embed(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    (rows, hidden), vocab = site.ports["rows"].shape, site.size("table", 0)
+    a, weight = site.attributes, site.ports.get("next_norm_weight")
+    count, mask = (1, a.integer("mask")) if a.integer("mask") >= 0 else (rows, 0)
+    norm, offset = (weight.dtype, a.real("next_norm_offset")) if weight else (None, 0.0)
+    one = embed(rows, vocab, hidden, count=count, filler=mask, norm=norm, offset=offset)
+    return (one,)
+
+
+def _refuse_embed(site: CallSite) -> str:
+    return refuse_embed(site.ports["table"].dtype, site.size("rows", 1))
+
+
+def _widths(site: CallSite) -> list[int]:
+    count = sum(port.startswith("x") for port in site.ports)
+    return [site.size(f"x{i}", 1) for i in range(count)]
+
+
+def _concat(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    return (concat(site.size("y", 0), _widths(site)),)
+
+
+def _refuse_concat(site: CallSite) -> str:
+    return refuse_concat(_widths(site))
+
+
+def _compose(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    return (compose(site.size("tokens", 0)),)
+
+
+def _rows(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    return (unfused.rows(site),)
+
+
+def _pairs(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    return (unfused.pairs(site),)
+
+
+KERNELS = (
+    OpKernels(EMBED, _embed, _refuse_embed, fuses_norm=always),
+    OpKernels(CONCAT, _concat, _refuse_concat),
+    OpKernels(COMPOSE, _compose),
+    OpKernels(ROWS, _rows, unfused.refuse_rows),
+    OpKernels(ADD, _pairs, unfused.refuse_pairs),
+    OpKernels(SILU_MUL, _pairs, unfused.refuse_pairs),
+)

@@ -1,6 +1,6 @@
-"""The standard nodes as contracts, so that a program can call them like rooms.
+"""The standard nodes as contracts, so that a program can call them like operators.
 
-They are not rooms: the ONNX body of each is the standard node itself. Ports: see launch.py.
+They are not operators: the ONNX body of each is the standard node itself. Ports: see launch.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Case, Op
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Op, OpCase
 from thor_dflash.plugins.linear.reference import reference as linear
 from thor_dflash.plugins.numpy_math import rounded, silu, wide
 
 
-def _no_cases(rng: np.random.Generator) -> Iterator[Case]:
+def _no_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     del rng
     return iter(())
 
@@ -52,7 +52,7 @@ def _node(
         attributes=attributes,
         reference=reference,
         cases=_no_cases,
-        room=Path(__file__).parent,
+        folder=Path(__file__).parent,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thor_dflash.plugins.launch import At, Int, Launch, Site
+from thor_dflash.plugins.launch import CallSite, Int, Launch, Pointer
 from thor_dflash.plugins.linear.prologue_launch import HEADS, prepared, refuse_types
 
 THREADS = 256
@@ -19,7 +19,7 @@ UNIT = 8
 """Elements in the 16 bytes that a thread processes."""
 
 
-def refuse_rows(site: Site) -> str:
+def refuse_rows(site: CallSite) -> str:
     """Returns why the kernel cannot take these rows, or an empty string if it can."""
     width, head = site.size("x", 1), site.attributes.integer("head_dim")
     if width % UNIT:
@@ -29,17 +29,19 @@ def refuse_rows(site: Site) -> str:
     return refuse_types(site, ("x", "gate"))
 
 
-def rows(site: Site) -> Launch:
+def rows(site: CallSite) -> Launch:
     """Returns the launch that prepares a product's input rows. `refuse_rows` must return an empty
     string.
     """
     made, launches = prepared(site, "../linear/")
     (launch,) = launches
-    arguments = tuple(At("y") if argument is made else argument for argument in launch.arguments)
+    arguments = tuple(
+        Pointer("y") if argument is made else argument for argument in launch.arguments
+    )
     return replace(launch, arguments=arguments)
 
 
-def refuse_pairs(site: Site) -> str:
+def refuse_pairs(site: CallSite) -> str:
     """Returns why `add` and `silu_mul` cannot take these rows, or an empty string if they can."""
     width = site.size("y", 1)
     if width % UNIT:
@@ -47,7 +49,7 @@ def refuse_pairs(site: Site) -> str:
     return refuse_types(site, ("a", "b"))
 
 
-def pairs(site: Site) -> Launch:
+def pairs(site: CallSite) -> Launch:
     """Returns the launch of `add` or `silu_mul`, by the site's op. `refuse_pairs` must return an
     empty string.
     """
@@ -57,6 +59,6 @@ def pairs(site: Site) -> Launch:
         site.op.name,
         (-(-units // THREADS), 1, 1),
         THREADS,
-        (At("a"), At("b"), At("y"), Int(units)),
+        (Pointer("a"), Pointer("b"), Pointer("y"), Int(units)),
         source="unfused.cu",
     )

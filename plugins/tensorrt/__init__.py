@@ -1,1 +1,1 @@
-"""TensorRT plugins for the rooms, derived from their contracts and launch rules."""
+"""TensorRT plugins for the operators, derived from their contracts and launch rules."""

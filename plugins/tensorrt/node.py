@@ -1,10 +1,10 @@
-"""A call of a room as a plugin node: its tensors, their order, and the fields that describe them.
-Nothing here needs TensorRT.
+"""A call of an operator as a plugin node: its tensors, their order, and the fields that describe
+them. Nothing here needs TensorRT.
 
 A plugin's tensors are the ports that a call has, without gaps. A node has four fields in addition
 to the operator's attributes. `ports` lists the tensors in order, "x packed scales -> y0"; `known`
-has what the contract does not tell: additional ports ("scales:float32:", "kinds:uint8:0,2,1") and,
-if an output's size does not follow from the inputs, its letter ("N0=5120"). `call0` and `call1` are
+has what the contract leaves open: additional ports ("scales:float32:", "kinds:uint8:0,2,1") and,
+if an output's size does not follow from the inputs, its symbol ("N0=5120"). `call0` and `call1` are
 a hash of all this.
 
 A plugin reads only these two numbers and finds the rest in a table: with numpy 2, TensorRT's
@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import Attribute, Attributes, Port
-from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.registry import ROOT, RULES, Rule
+from thor_dflash.plugins.launch import CallSite, OpKernels, Shaped
+from thor_dflash.plugins.registry import KERNELS, ROOT
 
 PORTS = "ports"
 KNOWN = "known"
@@ -43,7 +43,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
+class ExtraPort:
     """A port that is not in the contract."""
 
     dtype: DType
@@ -52,33 +52,33 @@ class Beyond:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A plugin node: one call of a room."""
+class PluginNode:
+    """A plugin node: one call of an operator."""
 
-    room: str
+    op: str
     attributes: Attributes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    beyond: Mapping[str, Beyond]
-    letters: Mapping[str, int]
+    extra: Mapping[str, ExtraPort]
+    symbols: Mapping[str, int]
 
     @property
-    def rule(self) -> Rule:
-        """The room's rule."""
-        return RULES[self.room]
+    def rule(self) -> OpKernels:
+        """The operator's rule."""
+        return KERNELS[self.op]
 
     def fields(self) -> dict[str, Attribute]:
         """Returns the fields that describe the node; `parse` reads them."""
         ports = f"{' '.join(self.inputs)} -> {' '.join(self.outputs)}"
         known = [
             f"{name}:{port.dtype.value}:{','.join(map(str, port.shape))}"
-            for name, port in self.beyond.items()
+            for name, port in self.extra.items()
         ]
-        known += [f"{letter}={size}" for letter, size in self.letters.items()]
-        told = {**self.attributes.values, PORTS: ports, KNOWN: " ".join(known)}
-        digest = hashlib.sha256(repr((self.room, sorted(told.items()))).encode()).digest()
+        known += [f"{symbol}={size}" for symbol, size in self.symbols.items()]
+        fields = {**self.attributes.values, PORTS: ports, KNOWN: " ".join(known)}
+        digest = hashlib.sha256(repr((self.op, sorted(fields.items()))).encode()).digest()
         key = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
-        return {**told, **{name: half >> 1 for name, half in zip(KEYS, key, strict=True)}}
+        return {**fields, **{name: half >> 1 for name, half in zip(KEYS, key, strict=True)}}
 
     @property
     def key(self) -> Key:
@@ -100,12 +100,12 @@ class Node:
             return dtype is self.output_dtype(port, inputs)
         if port in ins:
             return dtype in ins[port].dtypes
-        return dtype is tensor_of(Shaped(self.beyond[port].dtype, ())).dtype
+        return dtype is tensor_of(Shaped(self.extra[port].dtype, ())).dtype
 
     def output_dtype(self, port: str, inputs: Mapping[str, DType]) -> DType:
         """Returns the element type of an output, given those of the inputs."""
-        if port in self.beyond:
-            return self.beyond[port].dtype
+        if port in self.extra:
+            return self.extra[port].dtype
         _, outs = self._contract()
         made = outs[port]
         return inputs[made.like] if made.like else made.dtypes[0]
@@ -120,38 +120,38 @@ class Node:
             ValueError: an input's rank differs from the contract.
         """
         ins, outs = self._contract()
-        letters: dict[str, T] = {}
+        symbols: dict[str, T] = {}
         for name, shape in inputs.items():
             want = ins[name].shape if name in ins else ()
             if name in ins and len(want) != len(shape):
-                raise ValueError(f"{self.room}.{name} must be {want} (got {len(shape)} axes)")
-            for letter, given in zip(want, shape, strict=False):
-                if isinstance(letter, str):
-                    letters.setdefault(letter, given)
+                raise ValueError(f"{self.op}.{name} must be {want} (got {len(shape)} axes)")
+            for symbol, given in zip(want, shape, strict=False):
+                if isinstance(symbol, str):
+                    symbols.setdefault(symbol, given)
         derived = self.rule.op.derived(self.attributes)
-        for letter, number in {**self.letters, **derived}.items():
-            letters[letter] = constant(number)
+        for symbol, number in {**self.symbols, **derived}.items():
+            symbols[symbol] = constant(number)
 
         def size(port: str, axis: int | str) -> T:
             if isinstance(axis, int):
                 return constant(axis)
-            return inputs[axis][0] if port in self.beyond else letters[axis]
+            return inputs[axis][0] if port in self.extra else symbols[axis]
 
         return {
             name: tuple(
                 size(name, axis)
-                for axis in (self.beyond[name] if name in self.beyond else outs[name]).shape
+                for axis in (self.extra[name] if name in self.extra else outs[name]).shape
             )
             for name in self.outputs
         }
 
-    def site(self, tensors: Mapping[str, Shaped]) -> Site:
+    def site(self, tensors: Mapping[str, Shaped]) -> CallSite:
         """Returns the call with all sizes known, from TensorRT's tensors."""
-        ports = {name: port_of(name, tensors[name], self.beyond) for name in tensors}
-        for name in BODILESS & self.beyond.keys():
-            sizes = [n for n in self.beyond[name].shape if isinstance(n, int)]
-            ports[name] = Shaped(self.beyond[name].dtype, tuple(sizes))
-        return Site(self.rule.op, self.attributes, ports)
+        ports = {name: port_of(name, tensors[name], self.extra) for name in tensors}
+        for name in BODILESS & self.extra.keys():
+            sizes = [n for n in self.extra[name].shape if isinstance(n, int)]
+            ports[name] = Shaped(self.extra[name].dtype, tuple(sizes))
+        return CallSite(self.rule.op, self.attributes, ports)
 
 
 def tensor_of(port: Shaped) -> Shaped:
@@ -161,14 +161,14 @@ def tensor_of(port: Shaped) -> Shaped:
     return Shaped(DType.I32, (*port.shape[:-1], *(n // WORD for n in port.shape[-1:])))
 
 
-def port_of(name: str, tensor: Shaped, beyond: Mapping[str, Beyond]) -> Shaped:
+def port_of(name: str, tensor: Shaped, extra: Mapping[str, ExtraPort]) -> Shaped:
     """Returns the port of a tensor; the inverse of `tensor_of`."""
-    if name not in beyond or beyond[name].dtype is not DType.U8:
+    if name not in extra or extra[name].dtype is not DType.U8:
         return tensor
     return Shaped(DType.U8, (*tensor.shape[:-1], *(n * WORD for n in tensor.shape[-1:])))
 
 
-def describe(site: Site, outputs: Collection[str]) -> Node:
+def describe(site: CallSite, outputs: Collection[str]) -> PluginNode:
     """Returns the plugin node of a call with all sizes known. Sizes that follow from the inputs may
     differ when it runs. `outputs` are the ports that the call writes.
     """
@@ -180,29 +180,29 @@ def describe(site: Site, outputs: Collection[str]) -> Node:
     order += [name for name in site.ports if name not in contract]
     tensors = [name for name in order if name not in BODILESS]
     bound = {d for p in ins if p.name in site for d in p.shape} | op.derived(a).keys()
-    letters = {
+    symbols = {
         d: site.size(p.name, axis)
         for p in outs
         if p.name in site
         for axis, d in enumerate(p.shape)
         if isinstance(d, str) and d not in bound
     }
-    beyond = {
-        name: Beyond(port.dtype, _told(site, name, outputs))
+    extra = {
+        name: ExtraPort(port.dtype, _recorded_shape(site, name, outputs))
         for name, port in site.ports.items()
         if name not in contract
     }
-    return Node(
+    return PluginNode(
         op.name,
         a,
         tuple(name for name in tensors if name not in outputs),
         tuple(name for name in tensors if name in outputs),
-        beyond,
-        letters,
+        extra,
+        symbols,
     )
 
 
-def _told(site: Site, name: str, outputs: Collection[str]) -> tuple[int | str, ...]:
+def _recorded_shape(site: CallSite, name: str, outputs: Collection[str]) -> tuple[int | str, ...]:
     """Returns the part of a port's shape that must be recorded: nothing for an input tensor."""
     shape = site.ports[name].shape
     if name not in outputs:
@@ -213,13 +213,13 @@ def _told(site: Site, name: str, outputs: Collection[str]) -> tuple[int | str, .
     return shape
 
 
-def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
+def parse(op: str, fields: Mapping[str, Attribute]) -> PluginNode:
     """Returns a node from its fields.
 
     Raises:
-        ValueError: a field is missing or differs from what `Node.fields` writes.
+        ValueError: a field is missing or differs from what `PluginNode.fields` writes.
     """
-    rule = RULES[room]
+    rule = KERNELS[op]
     for name in (PORTS, KNOWN, *rule.op.attributes):
         if name not in fields:
             raise ValueError(f"{rule.op.type} must have the field {name} (got {sorted(fields)})")
@@ -228,19 +228,20 @@ def parse(room: str, fields: Mapping[str, Attribute]) -> Node:
         raise ValueError(
             f'{rule.op.type}: ports must be "inputs -> outputs" (got {fields[PORTS]!r})'
         )
-    beyond: dict[str, Beyond] = {}
-    letters: dict[str, int] = {}
+    extra: dict[str, ExtraPort] = {}
+    symbols: dict[str, int] = {}
     for word in str(fields[KNOWN]).split():
-        letter, equals, size = word.partition("=")
+        symbol, equals, size = word.partition("=")
         if equals:
-            letters[letter] = int(size)
+            symbols[symbol] = int(size)
         else:
             name, dtype, shape = word.split(":")
             sizes = [int(n) if n.isdecimal() else n for n in shape.split(",") if n]
-            beyond[name] = Beyond(DType(dtype), tuple(sizes))
-    told = {n: value for n, value in fields.items() if n not in (PORTS, KNOWN, *KEYS)}
-    attributes = Attributes(told)
-    node = Node(room, attributes, tuple(inputs.split()), tuple(outputs.split()), beyond, letters)
+            extra[name] = ExtraPort(DType(dtype), tuple(sizes))
+    attributes = Attributes(
+        {n: value for n, value in fields.items() if n not in (PORTS, KNOWN, *KEYS)}
+    )
+    node = PluginNode(op, attributes, tuple(inputs.split()), tuple(outputs.split()), extra, symbols)
     if node.fields() != dict(fields):
         raise ValueError(f"{rule.op.type} must be as it was written (got {dict(fields)})")
     return node

@@ -1,4 +1,4 @@
-"""Implements every room as an IPluginV3, derived from its contract and launch rule.
+"""Implements every operator as an IPluginV3, derived from its contract and launch rule.
 
 A plugin answers TensorRT's queries about types, shapes and memory from the contract, and enqueues
 the CUDA engine's kernels on TensorRT's stream. It runs only while a cycle is captured into a CUDA
@@ -29,10 +29,10 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import working
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.cuda.op_call import Call
-from thor_dflash.plugins.launch import Device, Shaped, Site
-from thor_dflash.plugins.registry import RULES
-from thor_dflash.plugins.tensorrt.node import KEYS, Key, Node, fingerprint
+from thor_dflash.plugins.cuda.op_call import OpCall
+from thor_dflash.plugins.launch import CallSite, Device, Shaped
+from thor_dflash.plugins.registry import KERNELS
+from thor_dflash.plugins.tensorrt.node import KEYS, Key, PluginNode, fingerprint
 
 TYPES: Mapping[trt.DataType, DType] = {
     trt.DataType.FLOAT: DType.F32,
@@ -46,9 +46,9 @@ OF = {dtype: kind for kind, dtype in TYPES.items()}
 
 
 class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
-    """One call of one room. Each execution context has its own clone, with its own memory."""
+    """One call of one operator. Each execution context has its own clone, with its own memory."""
 
-    def __init__(self, node: Node, device: Device, kernels: Kernels | None) -> None:
+    def __init__(self, node: PluginNode, device: Device, kernels: Kernels | None) -> None:
         trt.IPluginV3.__init__(self)
         trt.IPluginV3OneCore.__init__(self)
         trt.IPluginV3OneBuild.__init__(self)
@@ -64,8 +64,8 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self.node = node
         self._device = device
         self._kernels = kernels
-        self._call: Call | None = None
-        self._at: Site | None = None
+        self._call: OpCall | None = None
+        self._at: CallSite | None = None
 
     # ---- core ----------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         shape_inputs: Sequence[trt.DimsExprs],
         expr_builder: trt.IExprBuilder,
     ) -> list[trt.DimsExprs]:
-        """Returns the outputs' shapes, from the contract's letters as bound by the inputs."""
+        """Returns the outputs' shapes, from the contract's symbols as bound by the inputs."""
         del shape_inputs
         known = {
             port: [shape[axis] for axis in range(len(shape))]
@@ -177,7 +177,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self._check(site)
         self.destroy()
         if self._kernels is not None:
-            self._call, self._at = Call(self._kernels, self.node.rule, site), site
+            self._call, self._at = OpCall(self._kernels, self.node.rule, site), site
 
     def enqueue(
         self,
@@ -213,7 +213,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     def _types(self, types: Sequence[trt.DataType]) -> dict[str, DType]:
         return {p: TYPES[t] for p, t in zip(self.node.inputs, types, strict=False) if t in TYPES}
 
-    def _check(self, site: Site) -> None:
+    def _check(self, site: CallSite) -> None:
         if why := self.node.rule.refuse(site):
             raise EngineError(f"{self.plugin_name}: {why}")
 
@@ -221,11 +221,11 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self,
         inputs: Sequence[trt.DynamicPluginTensorDesc],
         outputs: Sequence[trt.DynamicPluginTensorDesc],
-    ) -> Site:
+    ) -> CallSite:
         both = [*inputs, *outputs]
         return self._site([d.desc.type for d in both], [_largest(d) for d in both])
 
-    def _site(self, types: Sequence[trt.DataType], sizes: Sequence[tuple[int, ...]]) -> Site:
+    def _site(self, types: Sequence[trt.DataType], sizes: Sequence[tuple[int, ...]]) -> CallSite:
         names = (*self.node.inputs, *self.node.outputs)
         return self.node.site(
             {
@@ -249,20 +249,20 @@ def _largest(described: trt.DynamicPluginTensorDesc) -> tuple[int, ...]:
 
 
 class Creator(trt.IPluginCreatorV3One):
-    """Creates the plugins of one room."""
+    """Creates the plugins of one operator."""
 
     def __init__(
-        self, room: str, device: Device, kernels: Kernels | None, nodes: Mapping[Key, Node]
+        self, op: str, device: Device, kernels: Kernels | None, nodes: Mapping[Key, PluginNode]
     ) -> None:
         trt.IPluginCreatorV3One.__init__(self)
-        self.name = RULES[room].op.type
+        self.name = KERNELS[op].op.type
         self.plugin_namespace = DOMAIN
         self.plugin_version = str(VERSION)
         kind, halves = trt.PluginFieldType.INT32, zip(KEYS, _halves((0, 0)), strict=True)
         self.field_names = trt.PluginFieldCollection(
             [trt.PluginField(name, half.data, kind) for name, half in halves]
         )
-        self._room = room
+        self._op = op
         self._device = device
         self._kernels = kernels
         self._nodes = nodes
@@ -273,13 +273,13 @@ class Creator(trt.IPluginCreatorV3One):
         """Returns the plugin of a node, when a network is built or an engine is loaded.
 
         Raises:
-            EngineError: the fields do not identify a node of this room.
+            EngineError: the fields do not identify a node of this operator.
         """
         del phase
         found = {field.name: int(np.ravel(field.data)[0]) for field in field_collection}
         key = found.get(KEYS[0], -1), found.get(KEYS[1], -1)
         node = self._nodes.get(key)
-        if node is None or node.room != self._room:
+        if node is None or node.op != self._op:
             raise EngineError(
                 f"{name} must be a call that its package describes (got {self.name} {key}); "
                 "build the package again"
@@ -288,10 +288,13 @@ class Creator(trt.IPluginCreatorV3One):
 
 
 def register(
-    registry: trt.IPluginRegistry, device: Device, kernels: Kernels | None, nodes: Iterable[Node]
+    registry: trt.IPluginRegistry,
+    device: Device,
+    kernels: Kernels | None,
+    nodes: Iterable[PluginNode],
 ) -> tuple[Creator, ...]:
-    """Register a creator for every room that has calls in `nodes`. Keep the returned creators as
-    long as networks or engines with these plugins exist, then `deregister` them.
+    """Register a creator for every operator that has calls in `nodes`. Keep the returned creators
+    as long as networks or engines with these plugins exist, then `deregister` them.
 
     Args:
         registry: `trt.get_plugin_registry()`.
@@ -304,8 +307,8 @@ def register(
     """
     table = {node.key: node for node in nodes}
     made: list[Creator] = []
-    for room in sorted({node.room for node in table.values()}):
-        creator = Creator(room, device, kernels, table)
+    for op in sorted({node.op for node in table.values()}):
+        creator = Creator(op, device, kernels, table)
         if not registry.register_creator(creator, DOMAIN):
             deregister(registry, made)
             raise EngineError(

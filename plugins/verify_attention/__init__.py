@@ -1,6 +1,6 @@
 """verify_attention: writes a block's key/value rows to the cache, then attends with its queries.
 
-Letters
+Dimensions
     T   rows     Hq, Hkv  query and key/value heads     D  head dimension     N  cache rows
 
 Inputs
@@ -75,5 +75,5 @@ OP = Op(
     derived=_derived,
     reference=reference,
     cases=cases,
-    room=Path(__file__).parent,
+    folder=Path(__file__).parent,
 )

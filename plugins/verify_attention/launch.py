@@ -8,19 +8,20 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import (
     THOR,
     Argument,
-    At,
+    CallSite,
     Device,
     Int,
     Launch,
+    OpKernels,
+    Pointer,
     Real,
     Scratch,
-    Site,
     Table,
-    ahead,
+    always,
+    prefetch_next,
 )
 from thor_dflash.plugins.numpy_math import inverse_frequency
-
-IN_PLACE = frozenset({"next_cache_k", "next_cache_v"})
+from thor_dflash.plugins.verify_attention import OP
 
 TOLERANCE = 1.2e-2
 """Output and reference are both rounded to bf16: near a tie they may differ by one unit in the last
@@ -50,7 +51,7 @@ def slots(positions: int) -> int:
     return min(-(-positions // UNIT), PIECES) if positions <= PIECES * UNIT else 2 * PIECES
 
 
-def refuse(site: Site) -> str:
+def refuse(site: CallSite) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
     a, ports = site.attributes, site.ports
     group = a.integer("heads") / a.integer("kv_heads")
@@ -79,7 +80,7 @@ def refuse(site: Site) -> str:
     return ""
 
 
-def launches(site: Site, device: Device) -> tuple[Launch, ...]:
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the two launches of a block of rows or of a prompt. Those of a block also write the
     output times sigmoid(`next_gate`) to `y0_slabs` if the call has these ports.
     """
@@ -88,7 +89,7 @@ def launches(site: Site, device: Device) -> tuple[Launch, ...]:
     return _dense(site)
 
 
-def _defines(site: Site) -> dict[str, int]:
+def _defines(site: CallSite) -> dict[str, int]:
     a = site.attributes
     return {
         "GROUP": a.integer("heads") // a.integer("kv_heads"),
@@ -98,7 +99,7 @@ def _defines(site: Site) -> dict[str, int]:
     }
 
 
-def _shared(site: Site, fresh: int) -> int:
+def _shared(site: CallSite, fresh: int) -> int:
     """Returns the shared memory of a block, bytes, as laid out in kv_tile.cuh; `fresh`: how many of
     the call's own rows are kept there.
     """
@@ -111,18 +112,18 @@ def _shared(site: Site, fresh: int) -> int:
     return query_rows * (WIDTH * 2 + 32) + weights + tiles + 256 + 2 * fresh * row
 
 
-def _numbers(site: Site, *more: int) -> tuple[Argument, ...]:
+def _numbers(site: CallSite, *more: int) -> tuple[Argument, ...]:
     a = site.attributes
     counts = (site.size("q", 0), site.size("cache_k", 1), *more)
     return (*map(Int, counts), Real(a.real("norm_offset")), Real(a.real("norm_eps")))
 
 
-def _frequency(site: Site) -> Table:
+def _frequency(site: CallSite) -> Table:
     a = site.attributes
     return Table(inverse_frequency(a.integer("rotary_dim"), a.real("rope_theta")))
 
 
-def _split(site: Site, device: Device) -> tuple[Launch, ...]:
+def _split(site: CallSite, device: Device) -> tuple[Launch, ...]:
     rows, kv = site.size("q", 0), site.attributes.integer("kv_heads")
     defines = _defines(site)
     pieces = slots(site.size("cache_k", 1))
@@ -138,12 +139,12 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
         shared=_shared(site, rows),
         defines=defines,
         arguments=(
-            *map(At, ("q", "k", "v", "q_norm", "k_norm", "length")),
-            *map(At, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")),
+            *map(Pointer, ("q", "k", "v", "q_norm", "k_norm", "length")),
+            *map(Pointer, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")),
             _frequency(site),
             mixtures,
             stats,
-            *ahead(site, sharers * groups),
+            *prefetch_next(site, sharers * groups),
             *_numbers(site, pieces),
         ),
     )
@@ -155,23 +156,23 @@ def _split(site: Site, device: Device) -> tuple[Launch, ...]:
         arguments=(
             mixtures,
             stats,
-            *map(At, ("length", "scale_v", "next_gate", "o", "y0_slabs")),
+            *map(Pointer, ("length", "scale_v", "next_gate", "o", "y0_slabs")),
             *map(Int, (rows, kv, pieces)),
         ),
     )
     return split, combine
 
 
-def _dense(site: Site) -> tuple[Launch, ...]:
+def _dense(site: CallSite) -> tuple[Launch, ...]:
     kv, blocks = site.attributes.integer("kv_heads"), -(-site.size("q", 0) // TOKENS)
-    caches = tuple(map(At, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")))
+    caches = tuple(map(Pointer, ("next_cache_k", "next_cache_v", "scale_k", "scale_v")))
     write = Launch(
         kernel="write_rows",
         grid=(blocks, kv, 1),
         threads=THREADS,
         defines=_defines(site),
         arguments=(
-            *map(At, ("k", "v", "k_norm", "length")),
+            *map(Pointer, ("k", "v", "k_norm", "length")),
             *caches,
             _frequency(site),
             *_numbers(site),
@@ -184,11 +185,21 @@ def _dense(site: Site) -> tuple[Launch, ...]:
         shared=_shared(site, 0),
         defines=_defines(site),
         arguments=(
-            *map(At, ("q", "q_norm", "length")),
+            *map(Pointer, ("q", "q_norm", "length")),
             *caches,
             _frequency(site),
-            At("o"),
+            Pointer("o"),
             *_numbers(site),
         ),
     )
     return write, attend
+
+
+KERNELS = OpKernels(
+    OP,
+    launches,
+    refuse,
+    in_place=frozenset({"next_cache_k", "next_cache_v"}),
+    prefetches=always,
+    fuses_gate=always,
+)

@@ -11,13 +11,13 @@ import numpy as np
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.onnx_builder import Body, Inputs
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 F32 = DType.F32
 
 
-def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
-    """See the room's docstring for shapes."""
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
     heads, kv = a.integer("heads"), a.integer("kv_heads")
     at = onnx_math.positions(b, x["length"], x["q"])
     q = b.round(_turned(b, x, a, "q", at, heads), x.dtype("q"))
@@ -32,7 +32,7 @@ def body(b: Body, x: Inputs, a: Attributes) -> Mapping[str, str]:
     return out
 
 
-def _turned(b: Body, x: Inputs, a: Attributes, name: str, at: str, heads: int) -> str:
+def _turned(b: FunctionBuilder, x: Inputs, a: Attributes, name: str, at: str, heads: int) -> str:
     dim = a.integer("head_dim")
     by_head = b.reshape(x.f32(b, name), 0, heads, dim)
     normed = onnx_math.rms_norm(
@@ -41,7 +41,7 @@ def _turned(b: Body, x: Inputs, a: Attributes, name: str, at: str, heads: int) -
     return onnx_math.rope(b, normed, at, dim, a.integer("rotary_dim"), a.real("rope_theta"))
 
 
-def _write(b: Body, x: Inputs, name: str, rows: str, at: str, kv: int) -> str:
+def _write(b: FunctionBuilder, x: Inputs, name: str, rows: str, at: str, kv: int) -> str:
     dtype = x.dtype(f"cache_{name}")
     rows = b.op("Div", rows, x[f"scale_{name}"])
     if dtype is not DType.FP8:
@@ -52,7 +52,9 @@ def _write(b: Body, x: Inputs, name: str, rows: str, at: str, kv: int) -> str:
     return onnx_math.scatter_rows(b, cache, b.round(rows, dtype), at, kv)
 
 
-def _attend(b: Body, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str], at: str) -> str:
+def _attend(
+    b: FunctionBuilder, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str], at: str
+) -> str:
     heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
     group, tile = heads // kv, a.integer("tile")
     by_group = b.op("Transpose", b.reshape(q, 0, kv, group, dim), perm=(1, 2, 0, 3))
@@ -70,7 +72,7 @@ def _attend(b: Body, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str]
         for value, to in ((-np.inf, empty), (0.0, empty), (0.0, shape))
     ]
 
-    def step(s: Body, value: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    def step(s: FunctionBuilder, value: tuple[str, ...]) -> tuple[list[str], list[str]]:
         i, best, total, mixed = value
         first = s.op("Mul", s.reshape(i, 1), s.i64(tile))
         k, v = (_tile(s, caches[n], x.dtype(f"cache_{n}"), first, tile) for n in ("k", "v"))
@@ -92,6 +94,6 @@ def _attend(b: Body, x: Inputs, a: Attributes, q: str, caches: Mapping[str, str]
     return b.reshape(o, 0, -1)
 
 
-def _tile(s: Body, cache: str, dtype: DType, first: str, tile: int) -> str:
+def _tile(s: FunctionBuilder, cache: str, dtype: DType, first: str, tile: int) -> str:
     rows = s.slice(cache, first, s.op("Add", first, s.i64(tile)), 1)
     return s.cast(rows, F32) if dtype is DType.BF16 else rows

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Case
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, OpCase
 from thor_dflash.plugins.numpy_math import rms_norm, rope, rounded, wide
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
-    """See the room's docstring for shapes. One softmax over all visible rows, without tiles."""
+    """See the operator's docstring for shapes. One softmax over all visible rows, without tiles."""
     rows, length = len(x["q"]), int(x["length"][0])
     at = length + np.arange(rows)
     dtype = DType.of(x["q"])
@@ -62,7 +62,7 @@ def _case(
     cache: DType,
     attributes: dict[str, Attribute],
     dtype: DType = DType.F32,
-) -> Case:
+) -> OpCase:
     a = {"heads": 4, "kv_heads": 2, "head_dim": 16, "rotary_dim": 8, "tile": 32} | attributes
     heads, kv, dim = int(a["heads"]), int(a["kv_heads"]), int(a["head_dim"])
 
@@ -85,10 +85,10 @@ def _case(
         stored[:, length:] = np.nan
         x[f"cache_{name}"] = stored
         x[f"scale_{name}"] = np.array([scale if cache is DType.FP8 else 1], np.float32)
-    return Case(f"{rows}_rows_at_{length}_{heads}x{kv}_{cache.value}_{dtype.value}", x, a)
+    return OpCase(f"{rows}_rows_at_{length}_{heads}x{kv}_{cache.value}_{dtype.value}", x, a)
 
 
-def cases(rng: np.random.Generator) -> Iterator[Case]:
+def cases(rng: np.random.Generator) -> Iterator[OpCase]:
     """Empty and full cache; lengths around tile boundaries; group sizes 1 to 6; each cache type."""
     for length in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 100, 128):
         yield _case(rng, 16, length, DType.F32, {})

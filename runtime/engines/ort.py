@@ -1,4 +1,4 @@
-"""The engine for any machine: ONNX Runtime on the CPU, running the rooms' ONNX bodies."""
+"""The engine for any machine: ONNX Runtime on the CPU, running the operators' ONNX bodies."""
 
 # onnxruntime publishes no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false

@@ -14,11 +14,11 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.measure.cuda_bench import (
     BATCH,
     Keep,
-    Loop,
-    Share,
+    LoopTiming,
+    StepGroup,
     Timing,
     everything,
-    rooms,
+    operators,
 )
 
 CONTEXT, LONG = 2048, (8192, 32768)
@@ -39,7 +39,7 @@ Verdict = Literal["", "missed", "reached", "aim"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """The required and the desired value of a figure."""
 
     must: float
@@ -48,17 +48,17 @@ class Target:
     """True: both are lower limits. False: both are upper limits."""
 
 
-TARGETS: Mapping[str, Target] = {
-    "linears of a verify, share of read rate": Target(85, 92, at_least=True),
-    "the same linears at 1 row": Target(1.02, 1.02),
-    "the same linears at 32 rows": Target(1.15, 1.15),
-    "gdn of a verify": Target(0.40, 0.25),
-    f"verify at {CONTEXT}": Target(6.1, 5.4),
-    f"cycle at {CONTEXT}": Target(7.0, 6.1),
-    "plain step": Target(1.02, 1.02),
-    **{f"growth from {CONTEXT} to {length}": Target(1.15, 1.10) for length in LONG},
-    f"prefill of {PROMPT} tokens": Target(0.40, 0.20),
-    "host time of a cycle outside the graph": Target(3, 1),
+TARGETS: Mapping[str, BenchTarget] = {
+    "linears of a verify, share of read rate": BenchTarget(85, 92, at_least=True),
+    "the same linears at 1 row": BenchTarget(1.02, 1.02),
+    "the same linears at 32 rows": BenchTarget(1.15, 1.15),
+    "gdn of a verify": BenchTarget(0.40, 0.25),
+    f"verify at {CONTEXT}": BenchTarget(6.1, 5.4),
+    f"cycle at {CONTEXT}": BenchTarget(7.0, 6.1),
+    "plain step": BenchTarget(1.02, 1.02),
+    **{f"growth from {CONTEXT} to {length}": BenchTarget(1.15, 1.10) for length in LONG},
+    f"prefill of {PROMPT} tokens": BenchTarget(0.40, 0.20),
+    "host time of a cycle outside the graph": BenchTarget(3, 1),
 }
 """Source: the issue that asked for the engine, for Qwen3.6-27B in NVFP4 on an H100."""
 
@@ -108,11 +108,11 @@ class Measures(Protocol):
         """Device memory of captured graphs, bytes."""
         ...
 
-    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
-        """Bytes of weights that some rooms of a step read."""
+    def bytes(self, name: str, ops_: Sequence[str]) -> int:
+        """Bytes of weights that some operators of a step read."""
         ...
 
-    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
+    def shares(self, name: str, ops_: Sequence[str]) -> dict[str, StepGroup]:
         """The same, grouped by step name over all layers."""
         ...
 
@@ -144,7 +144,7 @@ class Measures(Protocol):
         """Seconds to prefill a prompt."""
         ...
 
-    def loop(self, prompt: int, cycles: int) -> Loop:
+    def loop(self, prompt: int, cycles: int) -> LoopTiming:
         """Time cycles of the real loop."""
         ...
 
@@ -155,7 +155,7 @@ def judged(name: str, value: float, unit: str, note: str = "") -> Figure:
     return judge(Figure("figures", name, value, unit, note), target)
 
 
-def judge(figure: Figure, target: Target) -> Figure:
+def judge(figure: Figure, target: BenchTarget) -> Figure:
     """Add a target and its verdict to a figure."""
     sign = -1 if target.at_least else 1
     verdict: Verdict = "missed"
@@ -179,16 +179,16 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
     with progress.task("measuring the steps"):
         bench.at(CONTEXT, bench.block)
         times = {name: bench.steps([name]).median for name in CYCLE}
-        times["linears"] = bench.steps(["verify"], rooms(*LINEARS)).median
-        times["gdn"] = bench.steps(["verify"], rooms("gdn")).median
-        times["attention"] = bench.steps(["verify"], rooms("verify_attention")).median
+        times["linears"] = bench.steps(["verify"], operators(*LINEARS)).median
+        times["gdn"] = bench.steps(["verify"], operators("gdn")).median
+        times["attention"] = bench.steps(["verify"], operators("verify_attention")).median
         times["cycle"] = bench.steps(CYCLE).median
         yield from _steps(bench, times, read)
     yield from loop
     with progress.task("measuring without rest"):
         yield _without_rest(bench)
     with progress.task("measuring each operator and the weights"):
-        yield from _rooms(bench, times)
+        yield from _operators(bench, times)
         yield from _kinds(bench, read)
     with progress.task("measuring long contexts"):
         yield from _contexts(bench, read)
@@ -227,7 +227,7 @@ def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator
         f"{linears:.3f} ms for {size / 1e9:.2f} GB",
     )
     for rows in WIDTHS:
-        other = bench.steps([f"verify.{rows}"], rooms(*LINEARS)).median
+        other = bench.steps([f"verify.{rows}"], operators(*LINEARS)).median
         name = f"the same linears at {rows} row" + "s" * (rows > 1)
         yield judged(name, other / linears, "x", f"{other:.3f} ms, against {bench.block} rows")
     state = bench.state_bytes()
@@ -270,18 +270,18 @@ def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, f
     return found[CONTEXT], found[length]
 
 
-def _rooms(bench: Measures, times: Mapping[str, float]) -> Iterator[Figure]:
+def _operators(bench: Measures, times: Mapping[str, float]) -> Iterator[Figure]:
     parts = {"gdn": times["gdn"], "verify_attention": times["attention"]}
-    parts |= {room: bench.steps(["verify"], rooms(room)).median for room in LINEARS}
-    parts["embed, concat"] = bench.steps(["verify"], rooms("embed", "concat")).median
-    for room, ms in parts.items():
-        yield Figure("rooms, each alone", f"verify: {room}", ms, "ms")
-    for room in ("linear", "head", "draft_attention"):
-        ms = bench.steps(["propose"], rooms(room)).median
-        yield Figure("rooms, each alone", f"propose: {room}", ms, "ms")
+    parts |= {op: bench.steps(["verify"], operators(op)).median for op in LINEARS}
+    parts["embed, concat"] = bench.steps(["verify"], operators("embed", "concat")).median
+    for op, ms in parts.items():
+        yield Figure("operators, each alone", f"verify: {op}", ms, "ms")
+    for op in ("linear", "head", "draft_attention"):
+        ms = bench.steps(["propose"], operators(op)).median
+        yield Figure("operators, each alone", f"propose: {op}", ms, "ms")
     for name in ("propose", "accept", "observe"):
         note = f"{bench.launches([name])} launches"
-        yield Figure("rooms, each alone", name, times[name], "ms", note)
+        yield Figure("operators, each alone", name, times[name], "ms", note)
 
 
 def _kinds(bench: Measures, read: float) -> Iterator[Figure]:

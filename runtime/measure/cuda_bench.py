@@ -16,7 +16,7 @@ from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.contract import NEXT
-from thor_dflash.plugins.launch import AHEAD, At, Device, Int, Launch
+from thor_dflash.plugins.launch import PREFETCHED, Device, Int, Launch, Pointer
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.plugins.verify_attention import TILE
@@ -27,7 +27,7 @@ from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.cuda.binding import cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Runner
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, Runner
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 BLOCK_BYTES = 512 * 8 * 16
@@ -54,7 +54,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopTiming:
     """Time of a cycle of the real loop, seconds."""
 
     clock: float
@@ -68,7 +68,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StepGroup:
     """The steps of a program that differ only in their layer."""
 
     names: frozenset[str]
@@ -89,13 +89,13 @@ def everything(step: Step) -> bool:
     return True
 
 
-def rooms(*names: str) -> Keep:
-    """Keep only the steps of some rooms."""
+def operators(*names: str) -> Keep:
+    """Keep only the steps of some operators."""
     return lambda step: step.op in names
 
 
 @dataclass(slots=True)
-class Bench:
+class CudaBench:
     """Measurements of one package on one engine."""
 
     engine: CudaEngine
@@ -115,14 +115,14 @@ class Bench:
             "read_memory",
             (driver.info.device.multiprocessors * 4, 1, 1),
             512,
-            (At("from"), At("sink"), Int(blocks)),
+            (Pointer("from"), Pointer("sink"), Int(blocks)),
         )
         at = {"from": base, "sink": cuda(self.call("verify").outputs["logits"]).now}
 
         def start() -> None:
             self.runner.run(ROOT / "cuda" / "bandwidth.cu", launch, at)
 
-        timing = self._time(Captured("read", driver, start))
+        timing = self._time(CapturedGraph("read", driver, start))
         return blocks * BLOCK_BYTES / timing.median * 1e3
 
     @property
@@ -155,32 +155,32 @@ class Bench:
         """A step of the model, or a verify step of another width."""
         return self.extra[name] if name in self.extra else self.model.call(name)
 
-    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
-        """Bytes of weights that some rooms of a step read."""
-        return sum(s.nbytes for s in self.shares(name, rooms_).values())
+    def bytes(self, name: str, ops_: Sequence[str]) -> int:
+        """Bytes of weights that some operators of a step read."""
+        return sum(s.nbytes for s in self.shares(name, ops_).values())
 
-    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
-        """The program steps of some rooms, grouped over the layers: layers.*.mlp.down_proj and so
-        on.
+    def shares(self, name: str, ops_: Sequence[str]) -> dict[str, StepGroup]:
+        """The program steps of some operators, grouped over the layers: layers.*.mlp.down_proj and
+        so on.
         """
         program = self._program(name)
         found: dict[str, list[Step]] = {}
         for step in program.steps:
-            if step.op in rooms_:
+            if step.op in ops_:
                 found.setdefault(re.sub(r"\b\d+\b", "*", step.name), []).append(step)
         return {
-            kind: Share(
+            kind: StepGroup(
                 frozenset(s.name for s in steps),
                 sum(
                     program.weights[n].nbytes
-                    for n in {n for s in steps for port, n in s.ports.items() if port != AHEAD}
+                    for n in {n for s in steps for port, n in s.ports.items() if port != PREFETCHED}
                     if n in program.weights
                 ),
             )
             for kind, steps in found.items()
         }
 
-    def rooms(self, name: str) -> tuple[str, ...]:
+    def operators(self, name: str) -> tuple[str, ...]:
         """Every room that a step uses."""
         return tuple(dict.fromkeys(step.op for step in self._program(name).steps))
 
@@ -223,14 +223,14 @@ class Bench:
         times = sorted(medians)
         return Timing(statistics.median(times), times[0], times[-1], BATCH * len(times))
 
-    def _time(self, captured: Captured) -> Timing:
+    def _time(self, captured: CapturedGraph) -> Timing:
         self.engine.driver.synchronize()
         time.sleep(REST)
         self._run(captured, WARM)
         times = self._run(captured, RUNS)
         return Timing(statistics.median(times), times[0], times[-1], RUNS)
 
-    def _run(self, captured: Captured, count: int) -> list[float]:
+    def _run(self, captured: CapturedGraph, count: int) -> list[float]:
         """Milliseconds of `count` back-to-back runs, sorted."""
         for _ in range(count):
             captured.run()
@@ -276,7 +276,7 @@ class Bench:
             best.append(time.perf_counter() - start)
         return statistics.median(best[1:])
 
-    def loop(self, prompt: int, cycles: int) -> Loop:
+    def loop(self, prompt: int, cycles: int) -> LoopTiming:
         """Time cycles of the real loop."""
         ids = tuple(self._ids(2, prompt).tolist())
         plan = DecodeRequest(
@@ -301,7 +301,7 @@ class Bench:
         self.engine.busy()
         took = [end - start for start, end in itertools.pairwise(clock[WARM:])]
         host = [whole - part for whole, part in zip(took, graph, strict=True)]
-        return Loop(
+        return LoopTiming(
             statistics.median(took),
             statistics.median(graph),
             statistics.median(host),
@@ -316,12 +316,12 @@ class Bench:
 
 def open_bench(
     engine: CudaEngine, manifest: Manifest, capacity: int, widths: Sequence[int], cubins: Path
-) -> Bench:
+) -> CudaBench:
     """Load a package, with verify steps of other widths besides its own."""
     extra = {f"verify.{width}": _other(engine, f"verify.{width}") for width in widths}
     engine.also(list(extra.values()))
     model = ModelRunner(engine, manifest, capacity, manifest.block)
-    bench = Bench(engine, model, Runner(engine.driver, cubins), extra, 0)
+    bench = CudaBench(engine, model, Runner(engine.driver, cubins), extra, 0)
     bench.fill_state()
     bench.free = engine.driver.free_memory()
     return bench

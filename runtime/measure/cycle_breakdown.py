@@ -9,13 +9,13 @@ from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
-from thor_dflash.runtime.measure.cuda_bench import Bench, rooms
+from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 from thor_dflash.runtime.measure.profile import CycleBreakdown, ProfilePart
 
 PRODUCTS = ("linear", "head")
-"""Rooms whose calls are listed by kind."""
+"""Operators whose calls are listed by kind."""
 KNOWN = ("gdn", "verify_attention", "draft_attention")
-"""Rooms that are listed by themselves; all others are listed together."""
+"""Operators that are listed by themselves; all others are listed together."""
 ENOUGH = 512 << 20
 """Fewest bytes of weights to measure the read rate with: ten times the L2 cache of an H100."""
 
@@ -29,7 +29,7 @@ def take_apart(
         graphs: The graphs of a cycle, in order.
         cubins: Directory of compiled kernels.
     """
-    bench = Bench(engine, model, Runner(engine.driver, cubins), {}, 0)
+    bench = CudaBench(engine, model, Runner(engine.driver, cubins), {}, 0)
     context = model.state.length
     bench.at(context, model.state.accepted)
     with progress.task("taking a cycle apart"):
@@ -39,10 +39,10 @@ def take_apart(
     return CycleBreakdown(context, cycle, read, parts)
 
 
-def _parts(bench: Bench, graph: str, context: int) -> Iterator[ProfilePart]:
+def _parts(bench: CudaBench, graph: str, context: int) -> Iterator[ProfilePart]:
     sizes = {"gdn": bench.state_bytes(), "verify_attention": bench.cache_bytes() * context}
-    here = bench.rooms(graph)
-    sizes = {room: size for room, size in sizes.items() if room in here}
+    here = bench.operators(graph)
+    sizes = {op: size for op, size in sizes.items() if op in here}
     whole = bench.bytes(graph, PRODUCTS) + sum(sizes.values())
     yield ProfilePart(graph, "", bench.steps([graph]).median, whole)
     if len(here) == 1:
@@ -51,10 +51,10 @@ def _parts(bench: Bench, graph: str, context: int) -> Iterator[ProfilePart]:
         yield ProfilePart(
             graph, kind, bench.steps([graph], share.__contains__).median, share.nbytes
         )
-    for room in KNOWN:
-        if room in here:
-            ms = bench.steps([graph], rooms(room)).median
-            yield ProfilePart(graph, room, ms, sizes.get(room, 0))
-    if others := [room for room in here if room not in (*PRODUCTS, *KNOWN)]:
-        ms = bench.steps([graph], rooms(*others)).median
+    for op in KNOWN:
+        if op in here:
+            ms = bench.steps([graph], operators(op)).median
+            yield ProfilePart(graph, op, ms, sizes.get(op, 0))
+    if others := [op for op in here if op not in (*PRODUCTS, *KNOWN)]:
+        ms = bench.steps([graph], operators(*others)).median
         yield ProfilePart(graph, ", ".join(others), ms, 0)

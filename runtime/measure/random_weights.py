@@ -15,14 +15,14 @@ from typing import BinaryIO
 from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Weight
-from thor_dflash.plugins.cuda.driver import Driver, Pinned
-from thor_dflash.plugins.launch import Device, Launch, Site
-from thor_dflash.plugins.linear.layout import STEP, Kind, layout
+from thor_dflash.plugins.cuda.driver import Driver, PinnedMemory
+from thor_dflash.plugins.launch import CallSite, Device, Launch
+from thor_dflash.plugins.linear.layout import STEP, WeightKind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
-from thor_dflash.runtime.engines.cuda.weight_loader import PIECE, Files
+from thor_dflash.runtime.engines.cuda.weight_loader import PIECE, FileWeights
 
 SOURCE = ROOT / "standard" / "fill.cu"
 
@@ -57,12 +57,12 @@ class RandomWeights:
         driver: Driver,
         weights: Mapping[str, Weight],
         at: Mapping[str, int],
-        packed: Mapping[str, Site],
+        packed: Mapping[str, CallSite],
     ) -> None:
         """See Filler."""
         runner, device = Runner(driver, self.cubins), driver.info.device
         there = {n: w for n, w in weights.items() if (self.package / w.file).exists()}
-        Files(self.package, Silent())(driver, there, at, packed)
+        FileWeights(self.package, Silent())(driver, there, at, packed)
         for seed, (name, weight) in enumerate(sorted(weights.items())):
             if name in there or name.endswith(".kinds"):
                 continue
@@ -85,7 +85,7 @@ class SavedWeights:
         driver: Driver,
         weights: Mapping[str, Weight],
         at: Mapping[str, int],
-        packed: Mapping[str, Site],
+        packed: Mapping[str, CallSite],
     ) -> None:
         """See Filler."""
         package = self.random.package
@@ -105,7 +105,7 @@ class SavedWeights:
 
 
 def _saved(
-    driver: Driver, pinned: Pinned, file: BinaryIO, weight: Weight, at: int
+    driver: Driver, pinned: PinnedMemory, file: BinaryIO, weight: Weight, at: int
 ) -> Iterator[int]:
     file.seek(weight.offset)
     for start in range(0, weight.nbytes, PIECE):
@@ -116,7 +116,7 @@ def _saved(
 
 
 def _fills(
-    device: Device, name: str, weight: Weight, at: int, packed: Mapping[str, Site], seed: int
+    device: Device, name: str, weight: Weight, at: int, packed: Mapping[str, CallSite], seed: int
 ) -> Iterator[tuple[int, Launch]]:
     if name in packed:
         yield from _packed(device, packed[name], at, seed)
@@ -130,28 +130,28 @@ def _fills(
         yield at, make(device, count, seed, mean, deviation)
 
 
-def _packed(device: Device, site: Site, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
+def _packed(device: Device, site: CallSite, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
     plan = layout(site)
     deviation = (plan.steps * STEP) ** -0.5
     for group in plan.groups:
         size = plan.steps * group.tiles * group.kind.step_bytes
         where = at + group.offset
-        if group.kind is Kind.NVFP4:
+        if group.kind is WeightKind.NVFP4:
             slot = fill.NARROW_SLOT if group.narrow else fill.NVFP4_SLOT
             yield where, fill.nvfp4(device, size, seed + group.column, slot)
-        elif group.kind is Kind.FP8:
+        elif group.kind is WeightKind.FP8:
             yield where, fill.fp8(device, size, seed + group.column)
         else:
             yield where, fill.bf16(device, size // 2, seed + group.column, 0.0, deviation)
 
 
-def _scales(device: Device, site: Site, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
+def _scales(device: Device, site: CallSite, at: int, seed: int) -> Iterator[tuple[int, Launch]]:
     plan = layout(site)
     deviation = (plan.steps * STEP) ** -0.5
     unit = {
-        Kind.NVFP4: float(NVFP4_FACTOR) * deviation / NVFP4_DEVIATION,
-        Kind.FP8: deviation,
-        Kind.BF16: 1.0,
+        WeightKind.NVFP4: float(NVFP4_FACTOR) * deviation / NVFP4_DEVIATION,
+        WeightKind.FP8: deviation,
+        WeightKind.BF16: 1.0,
     }
     for group in plan.groups:
         columns = group.tiles * 64

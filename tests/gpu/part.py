@@ -27,7 +27,7 @@ from thor_dflash.cli.commands.bench import CAPACITY, hollow, variants
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.progress import choose
-from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.measure import cuda_bench as benches
 from thor_dflash.runtime.measure.bench_report import (
@@ -38,7 +38,7 @@ from thor_dflash.runtime.measure.bench_report import (
     THOR_READ,
     WIDTHS,
 )
-from thor_dflash.runtime.measure.cuda_bench import Bench, everything, rooms
+from thor_dflash.runtime.measure.cuda_bench import CudaBench, everything, rooms
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
@@ -52,7 +52,7 @@ class Part(Driver):
 
     count = 0
 
-    def describe(self, handle: Any) -> Info:
+    def describe(self, handle: Any) -> DeviceInfo:
         """Describe the device as if it had no other multiprocessors."""
         info = super().describe(handle)
         device = dataclasses.replace(info.device, multiprocessors=self.count)
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def show(bench: Bench) -> None:
+def show(bench: CudaBench) -> None:
     """Print a line for each step as soon as it is measured."""
     driver = bench.engine.driver
     kind = driver.cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE
@@ -123,7 +123,7 @@ def show(bench: Bench) -> None:
         )
 
 
-def steps(bench: Bench) -> Iterator[tuple[str, float, int]]:
+def steps(bench: CudaBench) -> Iterator[tuple[str, float, int]]:
     """Name, time in ms, and bytes that must be read (for states: read and written) of each step."""
     weights = bench.bytes("verify", LINEARS)
     state, each = bench.state_bytes(), bench.cache_bytes()

@@ -22,7 +22,7 @@ from support.verify_attention_cases import alone, case_of, rising, without_riser
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
-from thor_dflash.plugins.contract import Case, Op
+from thor_dflash.plugins.contract import Op, OpCase
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
 
@@ -206,7 +206,7 @@ def test_attention_at_the_end_of_the_longest_context(
     """
     case = case_of(rows, LONGEST - rows, DType.FP8, LONGEST, heads, kv)
     wide = {"scale_k": case.inputs["scale_k"] * np.float32(3)}
-    call = call_of(VERIFY_ATTENTION, Case(case.name, {**case.inputs, **wide}, case.attributes))
+    call = call_of(VERIFY_ATTENTION, OpCase(case.name, {**case.inputs, **wide}, case.attributes))
     compare(VERIFY_ATTENTION, launch(call, gpu, gpu.driver.info.device), call.want)
 
 

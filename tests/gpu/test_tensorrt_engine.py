@@ -14,7 +14,7 @@ from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.tensorrt.node import fingerprint
-from thor_dflash.runtime.engines.tensorrt.compatibility import Here
+from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts
 from thor_dflash.runtime.session import open_session
 
 pytestmark = pytest.mark.gpu
@@ -22,12 +22,12 @@ TOKENS = 96
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(monkeypatch: pytest.MonkeyPatch) -> RuntimeFacts:
     trt.stand_in(monkeypatch)
     driver = Driver()
     info = driver.info
     driver.close()
-    return Here(
+    return RuntimeFacts(
         trt.__version__,
         info.name,
         info.device.capability,
@@ -45,7 +45,7 @@ def answers(out: Path, cubins: Path, *, graphs: bool = True) -> list[list[int]]:
         ]
 
 
-def test_it_answers_as_the_cuda_engine_does(here: Here, tmp_path: Path) -> None:
+def test_it_answers_as_the_cuda_engine_does(here: RuntimeFacts, tmp_path: Path) -> None:
     """Same kernels, same weights: every token is equal, with graphs and without."""
     cubins = tmp_path / "cubins"
     out = package(tmp_path / "nano", engine="cuda")

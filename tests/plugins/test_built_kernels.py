@@ -14,8 +14,8 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, read
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.cuda.compile import architecture
-from thor_dflash.plugins.launch import H100, THOR, Device, Launch, Shaped, Site
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Launch, Shaped
+from thor_dflash.plugins.registry import KERNELS
 
 CYCLE = ("propose", "verify", "accept", "observe")
 CACHE_ROWS = 32768
@@ -37,10 +37,10 @@ def launches(program: Program, device: Device) -> Iterator[tuple[Path, Launch]]:
             shape = tuple(CACHE_ROWS if isinstance(n, str) else n for n in value.shape)
             shapes[name] = Shaped(DType(value.dtype), shape)
     for step in program.steps:
-        rule = RULES[step.op]
+        rule = KERNELS[step.op]
         ports = {port: shapes[name] for port, name in step.ports.items()}
-        for one in rule.launches(Site(rule.op, Attributes(step.attributes), ports), device):
-            yield rule.folder / one.source, one
+        for one in rule.launches(CallSite(rule.op, Attributes(step.attributes), ports), device):
+            yield rule.source(one), one
 
 
 @pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])

@@ -32,20 +32,20 @@ from support.sites_27b import sites as model_sites
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR, OPS
-from thor_dflash.plugins.contract import Case, Op
+from thor_dflash.plugins.contract import Op, OpCase
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
     H100,
     THOR,
-    Addresses,
-    At,
+    BufferOffset,
+    CallSite,
     Device,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
     Scratch,
-    Shift,
-    Site,
     Table,
 )
 from thor_dflash.plugins.registry import ROOT
@@ -69,7 +69,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def accepted(op: Op, case: Case, x_squares: bool = False, y_squares: bool = False) -> Call | None:
+def accepted(op: Op, case: OpCase, x_squares: bool = False, y_squares: bool = False) -> Call | None:
     """The call, or None if the kernels refuse it; then the message must have the usual form."""
     try:
         return call_of(op, case, x_squares, y_squares)
@@ -206,7 +206,7 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str)
 
 
 # ---- geometry ------------------------------------------------------------------------------------
-def sites(op: Op) -> Iterator[tuple[str, Site]]:
+def sites(op: Op) -> Iterator[tuple[str, CallSite]]:
     """Every call that the kernels do not refuse: of the cases, and of the full model."""
     yield from taken_of(op)
     for name, attributes, inputs in model_sites(op.name):
@@ -245,7 +245,7 @@ def test_every_launch_may_begin_before_the_previous_one_has_ended(op: Op) -> Non
 
 
 KINDS = {
-    At: "pointer", Addresses: "pointer", Scratch: "pointer", Shift: "pointer",
+    Pointer: "pointer", PointerTable: "pointer", Scratch: "pointer", BufferOffset: "pointer",
     Table: "pointer", Int: "int", Real: "real",
 }  # fmt: skip
 

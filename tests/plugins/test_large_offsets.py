@@ -32,12 +32,12 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import (
     H100,
-    Addresses,
     Argument,
-    At,
     Device,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
     Scratch,
     Shaped,
@@ -144,13 +144,13 @@ def test_an_item_of_a_long_step_reads_and_writes_its_own_rows_alone() -> None:
 
     def value(argument: Argument) -> Value:
         match argument:
-            case At(port):
+            case Pointer(port):
                 return known.get(port)
             case Scratch():
                 return held[0]
             case Table(values):
                 return buffer("table", values, writable=False, kernels=False)
-            case Addresses():
+            case PointerTable():
                 return Pointers((y,))
             case _:
                 return argument

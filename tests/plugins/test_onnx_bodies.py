@@ -12,7 +12,7 @@ from support.closeness import Near, hold_near
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.contract import DOMAIN, VERSION, Case, Op
+from thor_dflash.plugins.contract import DOMAIN, VERSION, Op, OpCase
 from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function
 from thor_dflash.plugins.onnx_registry import BODIES
 from thor_dflash.runtime.engines.onnxruntime_import import ort
@@ -30,7 +30,7 @@ def every_case() -> Iterator[object]:
             yield pytest.param(op, case, id=f"{op.name}-{case.name}")
 
 
-def model(op: Op, case: Case) -> onnx.ModelProto:
+def model(op: Op, case: OpCase) -> onnx.ModelProto:
     """A model whose graph is one call of the room."""
     a = op.complete(case.attributes)
     dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
@@ -85,7 +85,7 @@ def _shared(value: Array) -> ort.OrtValue:
 
 
 @pytest.mark.parametrize(("op", "case"), list(every_case()))
-def test_body_equals_reference(op: Op, case: Case) -> None:
+def test_body_equals_reference(op: Op, case: OpCase) -> None:
     want = op.reference(case.inputs, op.complete(case.attributes))
     got = run(model(op, case), case.inputs, want)
     for name, value in want.items():

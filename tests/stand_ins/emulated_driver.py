@@ -29,8 +29,16 @@ from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.cuda import driver, enqueue, kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
-from thor_dflash.plugins.launch import Addresses, At, Device, Launch, Scratch, Shift, Table
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.launch import (
+    BufferOffset,
+    Device,
+    Launch,
+    Pointer,
+    PointerTable,
+    Scratch,
+    Table,
+)
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.cuda import binding, engine, graph_capture
 from thor_dflash.runtime.engines.protocol import Call
 
@@ -67,7 +75,7 @@ def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, d
     """
     known = {*program.inputs, *program.weights}
     for step in program.steps:
-        rule, ports = RULES[step.op], {}
+        rule, ports = KERNELS[step.op], {}
         for port, name in step.ports.items():
             kept = port in rule.in_place and name.startswith(NEXT)
             weight = name in program.weights
@@ -81,9 +89,9 @@ def names(launch: Launch) -> set[str]:
     found: set[str] = set()
     for argument in launch.arguments:
         match argument:
-            case At(name) | Scratch(name):
+            case Pointer(name) | Scratch(name):
                 found.add(name)
-            case Addresses(ports):
+            case PointerTable(ports):
                 found |= set(ports)
             case _:
                 pass
@@ -314,16 +322,16 @@ class Emulated(Fake):
     ) -> None:
         for argument, value in zip(launch.arguments, values, strict=True):
             match argument:
-                case At(port):
+                case Pointer(port):
                     self._port(work, meant, port, value, overlap)
-                case Addresses(ports):
+                case PointerTable(ports):
                     work.memory.append(Memory(value, 8 * len(ports), writable=False))
                     table = np.frombuffer(ctypes.string_at(value, 8 * len(ports)), np.uint64)
                     for port, target in zip(ports, table.tolist(), strict=True):
                         self._port(work, meant, port, target, overlap)
                 case Scratch():
                     self._scratch(work, meant, argument, value, overlap)
-                case Shift(ports):
+                case BufferOffset(ports):
                     self._shift(work, launch, values, ports, value)
                 case Table():
                     work.memory.append(Memory(value, argument.values.nbytes, writable=False))
@@ -336,7 +344,7 @@ class Emulated(Fake):
         """Note the states that one Shift applies to; `word`: its address."""
         work.memory.append(Memory(word, 8, writable=False))
         for argument, value in zip(launch.arguments, values, strict=True):
-            if isinstance(argument, At) and argument.port in ports and value:
+            if isinstance(argument, Pointer) and argument.port in ports and value:
                 sign = -1 if argument.port.startswith("next_") else 1
                 assert work.shifts.setdefault(value, (word, sign)) == (word, sign), argument
 

@@ -1,5 +1,5 @@
 """An engine that runs the CUDA engine's programs without a device: tensors are numpy arrays, and
-every step is computed by its room's reference.
+every step is computed by its operator's reference.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.package.launch_program import Program, Step, read
 from thor_dflash.plugins.contract import NEXT, Attributes
-from thor_dflash.plugins.launch import Shaped, Site
+from thor_dflash.plugins.launch import CallSite, Shaped
 from thor_dflash.plugins.linear.unpack import unpack
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 
 Spoil = Callable[[Step, dict[str, Array]], None]
@@ -97,7 +97,7 @@ class Stepping:
     def begin(self, call: Call) -> None:
         self.values[id(call)] = {}
 
-    def site(self, call: Call, step: Step) -> Site:
+    def site(self, call: Call, step: Step) -> CallSite:
         program, tensors = self.program(call.graph.name), {**call.inputs, **call.outputs}
         ports: dict[str, Shaped] = {}
         for port, name in step.ports.items():
@@ -107,7 +107,7 @@ class Stepping:
                 ports[port] = Shaped(DType(found.dtype), shape)
             else:
                 ports[port] = Shaped(tensors[name].spec.dtype, tensors[name].spec.at({}))
-        return Site(RULES[step.op].op, Attributes(step.attributes), ports)
+        return CallSite(KERNELS[step.op].op, Attributes(step.attributes), ports)
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         name, program = step.ports[port], self.program(call.graph.name)
@@ -148,7 +148,7 @@ class Stepping:
             made = value.astype(shaped.dtype.numpy)
             name = step.ports[port]
             self.values[id(call)][name] = made
-            if port in RULES[step.op].in_place and name.startswith(NEXT):
+            if port in KERNELS[step.op].in_place and name.startswith(NEXT):
                 memory(call.inputs[name.removeprefix(NEXT)]).array[...] = made
 
 

@@ -25,7 +25,7 @@ from thor_dflash.package.launch_program import Program
 from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import ALIGNMENT
 from thor_dflash.plugins.launch import Shaped
-from thor_dflash.plugins.tensorrt.node import KEYS, Node, tensor_of
+from thor_dflash.plugins.tensorrt.node import KEYS, PluginNode, tensor_of
 
 __version__ = "10.13.3.9"
 USERS = (
@@ -103,7 +103,7 @@ class DimsExprs(list[Any]): ...
 
 @dataclass(frozen=True)
 class Expression:
-    """A size: a number, or the letter of one that is not known yet."""
+    """A size: a number, or the symbol of one that is not known yet."""
 
     value: int | str
 
@@ -164,7 +164,7 @@ def dynamic(shaped: Shaped) -> DynamicPluginTensorDesc:
     return DynamicPluginTensorDesc(desc(shaped), shaped.shape, shaped.shape, shaped.shape)
 
 
-def creator_of(node: Node) -> Any:
+def creator_of(node: PluginNode) -> Any:
     """Returns the registered creator for a node, found by type, version and namespace."""
     return _REGISTRY.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
 
@@ -175,7 +175,7 @@ def fields(values: Mapping[str, int]) -> list[PluginField]:
     return [PluginField(n, np.array([v], np.int32), kind) for n, v in values.items()]
 
 
-def made(node: Node, name: str = "layer") -> Any:
+def made(node: PluginNode, name: str = "layer") -> Any:
     """Returns the plugin of a node as an engine has it: made for a network, serialised, made again
     from the serialised fields, attached to a context.
     """
@@ -264,7 +264,7 @@ LEAST, MOST = 1, 8192
 """Bounds, in every profile, of the sizes that a session decides."""
 
 
-def _order(node: Node) -> tuple[str, ...]:
+def _order(node: PluginNode) -> tuple[str, ...]:
     return (*node.inputs, *node.outputs)
 
 

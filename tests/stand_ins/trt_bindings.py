@@ -25,8 +25,8 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import working
-from thor_dflash.plugins.launch import THOR, Shaped, Site
-from thor_dflash.plugins.tensorrt.node import KEYS, Node, describe, tensor_of
+from thor_dflash.plugins.launch import THOR, CallSite, Shaped
+from thor_dflash.plugins.tensorrt.node import KEYS, PluginNode, describe, tensor_of
 
 LEAN = "tensorrt_lean_cu13_libs"
 """TensorRT's lean library, published for version 11: no builder, but the real plugin registry."""
@@ -75,7 +75,7 @@ def lean_libraries(version: str, directory: Path) -> list[Path]:
 
 # ---- in a process of its own -------------------------------------------------------------------
 class Asked:
-    """Makes the plugin of every case of every room with the bindings and checks its answers."""
+    """Makes the plugin of every case of every operator with the bindings and checks its answers."""
 
     def __init__(self, trt: Any, plugin: Any) -> None:
         self.trt, self.module = trt, plugin
@@ -84,8 +84,8 @@ class Asked:
         self.count = 0
 
     def all(self) -> dict[str, Any]:
-        """Check every room; returns the bindings' version, whether they have a registry, and the
-        number of plugins.
+        """Check every operator; returns the bindings' version, whether they have a registry, and
+        the number of plugins.
         """
         for op in OPS:
             cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
@@ -102,13 +102,13 @@ class Asked:
             "plugins": self.count,
         }
 
-    def creators(self, nodes: list[Node]) -> Any:
+    def creators(self, nodes: list[PluginNode]) -> Any:
         """Register the nodes' creators, twice: the second time must fail. Without a registry,
         return one creator.
         """
         self.table = {node.key: node for node in nodes}
         if self.registry is None:
-            return [self.module.Creator(nodes[0].room, THOR, None, self.table)]
+            return [self.module.Creator(nodes[0].op, THOR, None, self.table)]
         made = self.module.register(self.registry, THOR, None, nodes)
         try:
             self.module.register(self.registry, THOR, None, nodes)
@@ -116,12 +116,12 @@ class Asked:
             return made
         raise AssertionError("registered twice")
 
-    def creator(self, node: Node) -> Any:
+    def creator(self, node: PluginNode) -> Any:
         if self.registry is None:
-            return self.module.Creator(node.room, THOR, None, self.table)
+            return self.module.Creator(node.op, THOR, None, self.table)
         return self.registry.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
 
-    def one(self, site: Site, node: Node) -> None:
+    def one(self, site: CallSite, node: PluginNode) -> None:
         """Make a plugin from its fields and again from its serialised fields; check both."""
         trt, creator = self.trt, self.creator(node)
         assert [f.name for f in creator.field_names] == list(KEYS)
@@ -137,7 +137,7 @@ class Asked:
         for plugin in (first, again.attach_to_context(None)):
             self.answers(plugin, site, node)
 
-    def answers(self, plugin: Any, site: Site, node: Node) -> None:
+    def answers(self, plugin: Any, site: CallSite, node: PluginNode) -> None:
         """Check what a plugin answers to TensorRT's questions."""
         trt = self.trt
         for kind in trt.PluginCapabilityType.__members__.values():
@@ -183,7 +183,7 @@ class Asked:
         return made
 
 
-def outs_of(site: Site) -> set[str]:
+def outs_of(site: CallSite) -> set[str]:
     return {port.name for port in site.op.outputs_of(site.attributes)}
 
 

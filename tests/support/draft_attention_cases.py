@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.contract import Attribute, OpCase
 from thor_dflash.plugins.numpy_math import rope
 
 BF16 = DType.BF16.numpy
@@ -16,7 +16,7 @@ TILE = 64
 
 def draft_case(
     name: str, rows: int, heads: int, kv: int, slots: int, length: int, **given: Attribute
-) -> Case:
+) -> OpCase:
     """A case of normally distributed numbers without a window. Slots of the rings that hold no
     context row are NaN.
     """
@@ -38,10 +38,10 @@ def draft_case(
     for ring in ("ring_k", "ring_v"):
         x[ring] = np.full((kv, slots, dim), np.nan, BF16)
         x[ring][:, live] = rng.standard_normal((kv, len(live), dim)).astype(BF16)
-    return Case(name, x, a)
+    return OpCase(name, x, a)
 
 
-def rising(rows: int, length: int) -> Case:
+def rising(rows: int, length: int) -> OpCase:
     """Keys of every other tile, and hence scores, are 60 times larger. A block that goes through
     several tiles then has to raise the running maximum of its softmax far.
     """
@@ -50,10 +50,10 @@ def rising(rows: int, length: int) -> Case:
     x = dict(case.inputs)
     sizes = np.resize(np.repeat(np.array([1, 60], np.float32), TILE), slots)
     x["ring_k"] = (x["ring_k"].astype(np.float32) * sizes[:, None]).astype(BF16)
-    return Case(case.name, x, case.attributes)
+    return OpCase(case.name, x, case.attributes)
 
 
-def far_below_zero(length: int) -> Case:
+def far_below_zero(length: int) -> OpCase:
     """Every score lies so far below zero that exp(score) is 0 in float32: keys are nearly opposite
     to the queries. Elements that a rotation turns fast have weight 0, so distance changes little.
     """
@@ -76,10 +76,10 @@ def far_below_zero(length: int) -> Case:
         "q_norm": slow,
         "k_norm": slow,
     }
-    return Case(case.name, x, case.attributes)
+    return OpCase(case.name, x, case.attributes)
 
 
-def draft_cases() -> Iterator[Case]:
+def draft_cases() -> Iterator[OpCase]:
     """Scores far apart and far below zero, rows of zeros, heads of another width."""
     yield rising(16, 2040)
     yield rising(24, 500)

@@ -21,15 +21,15 @@ from support.kernel_runner import (
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Case
-from thor_dflash.plugins.launch import Argument, At, Int, Real, Scratch, Site
+from thor_dflash.plugins.contract import OpCase
+from thor_dflash.plugins.launch import Argument, CallSite, Int, Pointer, Real, Scratch
 from thor_dflash.plugins.linear.prologue_launch import prepared
 from thor_dflash.plugins.verify_attention import OP
 
 BF16 = DType.BF16.numpy
 
 
-def gated_call(case: Case) -> Call:
+def gated_call(case: OpCase) -> Call:
     """Returns the call of a case with an added gate, from which the gated rows in slabs are wanted
     as well.
     """
@@ -41,7 +41,7 @@ def gated_call(case: Case) -> Call:
     ports = {**call.site.ports, "next_gate": shaped(gate), "y0_slabs": shaped(left)}
     return replace(
         call,
-        site=Site(OP, call.site.attributes, ports),
+        site=CallSite(OP, call.site.attributes, ports),
         inputs={**call.inputs, "next_gate": gate},
         want={**call.want, "y0_slabs": left},
     )
@@ -51,7 +51,9 @@ def entering(x: Array, gate: Array, backend: Backend) -> Array:
     """Returns the slabs that a linear's first launch makes of rows and their gate."""
     given = {"x": x, "gate": gate}
     ports = {name: shaped(value) for name, value in given.items()}
-    rows, [one] = prepared(Site(LINEAR, LINEAR.complete({"gate": "sigmoid"}), ports), slabs=True)
+    rows, [one] = prepared(
+        CallSite(LINEAR, LINEAR.complete({"gate": "sigmoid"}), ports), slabs=True
+    )
     assert isinstance(rows, Scratch)
     made = {name: buffer(name, value, writable=False) for name, value in given.items()}
     out = buffer("rows", rows.nbytes)
@@ -59,7 +61,7 @@ def entering(x: Array, gate: Array, backend: Backend) -> Array:
     def value(argument: Argument) -> Value:
         if isinstance(argument, Int | Real):
             return argument
-        return made.get(argument.port) if isinstance(argument, At) else out
+        return made.get(argument.port) if isinstance(argument, Pointer) else out
 
     step = Step(source_of(LINEAR, one), one, tuple(map(value, one.arguments)))
     backend([*made.values(), out], [step])

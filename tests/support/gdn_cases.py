@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.contract import Attribute, OpCase
 from thor_dflash.plugins.gdn.reference import gdn_case
 
 
@@ -16,7 +16,7 @@ def case_of(
     accepted: int,
     heads: tuple[int, int] = (1, 2),
     **attributes: Attribute,
-) -> Case:
+) -> OpCase:
     """A case with the kernels' head dimensions; rows are bf16. `heads`: key heads, value heads."""
     keys, values = heads
     sizes: dict[str, Attribute] = {
@@ -26,12 +26,12 @@ def case_of(
     return gdn_case(rng, rows, held, accepted, sizes | attributes, DType.BF16)
 
 
-def prefill(case: Case, valid: int) -> Case:
+def prefill(case: OpCase, valid: int) -> OpCase:
     """The case with `valid` as its number of valid rows."""
-    return Case(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
+    return OpCase(case.name, {**case.inputs, "valid": np.array([valid], np.int32)}, case.attributes)
 
 
-def poisoned(case: Case) -> Case:
+def poisoned(case: OpCase) -> OpCase:
     """The case with NaN in all rows and records beyond the counts `valid` and `accepted`."""
     x = {name: value.copy() for name, value in case.inputs.items()}
     for name in x:
@@ -40,4 +40,4 @@ def poisoned(case: Case) -> Case:
     for name in ("qkv", "b", "a"):
         if "valid" in x:
             x[name][int(x["valid"][0]) :] = np.nan
-    return Case(case.name, x, case.attributes)
+    return OpCase(case.name, x, case.attributes)

@@ -14,8 +14,8 @@ from support.linear_shapes import BF16, nvfp4
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Attributes, Case
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.contract import Attributes, OpCase
+from thor_dflash.plugins.launch import CallSite
 
 HEAD, PIECES, PLACES = 128, 8, 32
 """Columns of a head, its sums of squares, and rows for which these have a place."""
@@ -52,13 +52,13 @@ def finishing(call: Call, weight: Array, offset: float = 0.0) -> Call:
     attributes = Attributes({**call.site.attributes.values, "next_norm_offset": offset})
     return replace(
         call,
-        site=Site(call.site.op, attributes, ports),
+        site=CallSite(call.site.op, attributes, ports),
         inputs={**call.inputs, **given},
         want={**call.want, **left},
     )
 
 
-def normed_case(rows: int, heads: int, columns: int, sizes: Array | None = None) -> Case:
+def normed_case(rows: int, heads: int, columns: int, sizes: Array | None = None) -> OpCase:
     """A product whose rows are normed by head and gated; `sizes`: of each head's values."""
     rng = np.random.default_rng((rows, heads, columns))
     k = heads * HEAD
@@ -70,10 +70,10 @@ def normed_case(rows: int, heads: int, columns: int, sizes: Array | None = None)
         "residual": rng.normal(0, 1, (rows, columns)).astype(BF16),
         **{f"{name}0": value for name, value in nvfp4(rng, columns, k).items()},
     }
-    return Case("by head", inputs, {"gate": "silu", "head_dim": HEAD, "epilogue": "residual"})
+    return OpCase("by head", inputs, {"gate": "silu", "head_dim": HEAD, "epilogue": "residual"})
 
 
-def taking(case: Case) -> Call:
+def taking(case: OpCase) -> Call:
     """The call of such a product that takes prepared rows; `x` and the gate must not be read."""
     call = call_of(LINEAR, case)
     x, gate, weight = (call.inputs[name] for name in ("x", "gate", "norm_weight"))
@@ -84,7 +84,7 @@ def taking(case: Case) -> Call:
         "gate": np.full_like(gate, np.nan),
     }
     ports = {**call.site.ports, **{n: shaped(y) for n, y in given.items()}}
-    site = Site(LINEAR, call.site.attributes, ports)
+    site = CallSite(LINEAR, call.site.attributes, ports)
     return replace(call, site=site, inputs={**call.inputs, **given})
 
 

@@ -16,9 +16,9 @@ from support.verify_attention_cases import alone, between_numbers, strongest_las
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.accept.reference import accept_case
-from thor_dflash.plugins.contract import Attribute, Case, Op
+from thor_dflash.plugins.contract import Attribute, Op, OpCase
 from thor_dflash.plugins.gdn.reference import gdn_case
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.launch import CallSite
 from thor_dflash.plugins.linear.reference import reference, weight_case
 from thor_dflash.plugins.numpy_math import rounded
 
@@ -27,9 +27,9 @@ BF16, FP8 = DType.BF16, DType.FP8
 
 
 @cache
-def _cases(room: str) -> Mapping[str, Case]:
+def _cases(room: str) -> Mapping[str, OpCase]:
     (op,) = (op for op in OPS if op.name == room)
-    found: dict[str, Case] = {}
+    found: dict[str, OpCase] = {}
     own = [(case.name, case) for case in op.cases(np.random.default_rng(7))]
     more = [(f"more_{case.name}", case) for case in _CASES[room](np.random.default_rng(8))]
     for name, case in own + more:
@@ -37,14 +37,14 @@ def _cases(room: str) -> Mapping[str, Case]:
     return found
 
 
-def cases_of(op: Op) -> Mapping[str, Case]:
+def cases_of(op: Op) -> Mapping[str, OpCase]:
     """Every case of a room by name: its own, and those of this file, "more_...". A name that is
     already taken gets "_again".
     """
     return _cases(op.name)
 
 
-def call_site(op: Op, case: Case) -> Site:
+def call_site(op: Op, case: OpCase) -> CallSite:
     """The site that `kernels.call_of` makes, derived from shapes without computing anything.
 
     Raises:
@@ -54,7 +54,7 @@ def call_site(op: Op, case: Case) -> Site:
     return packed(site_of(op, case.attributes, inputs), {})[0]
 
 
-def taken_of(op: Op) -> Iterator[tuple[str, Site]]:
+def taken_of(op: Op) -> Iterator[tuple[str, CallSite]]:
     """Name and site of every case that the kernels do not refuse."""
     for name, case in cases_of(op).items():
         try:
@@ -72,25 +72,25 @@ def _number(x: int) -> Array:
 
 
 # ---- linear, head --------------------------------------------------------------------------------
-def _linear(rng: Rng) -> Iterator[Case]:
+def _linear(rng: Rng) -> Iterator[OpCase]:
     k, n = 640, 200
     for t in (1, 5, 16, 31, 32, 33, 70):
         x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)}
-        yield Case(f"norm_{t}_of_{k}", x | weight_case(rng, "nvfp4", n, k), {"norm_offset": 1.0})
+        yield OpCase(f"norm_{t}_of_{k}", x | weight_case(rng, "nvfp4", n, k), {"norm_offset": 1.0})
     for t in (16, 32, 48):
         for kind in ("nvfp4", "fp8", "bfloat16"):
             x = {"x": _bf16(rng, t, k), "residual": _bf16(rng, t, n, scale=20)}
             a: dict[str, Attribute] = {"epilogue": "residual"}
-            yield Case(f"residual_{kind}_{t}_of_{k}", x | weight_case(rng, kind, n, k), a)
+            yield OpCase(f"residual_{kind}_{t}_of_{k}", x | weight_case(rng, kind, n, k), a)
         both = weight_case(rng, "nvfp4", n, k, 0) | weight_case(rng, "nvfp4", n, k, 1)
         x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)}
-        yield Case(f"swiglu_{t}_of_{k}", x | both, {"segments": 2, "epilogue": "swiglu"})
+        yield OpCase(f"swiglu_{t}_of_{k}", x | both, {"segments": 2, "epilogue": "swiglu"})
         mixed: dict[str, Array] = {"x": _bf16(rng, t, k, scale=9), "norm_weight": _bf16(rng, k)}
         for i, (kind, width) in enumerate(
             (("nvfp4", 320), ("nvfp4", 72), ("bfloat16", 16), ("bfloat16", 16), ("fp8", 64))
         ):
             mixed |= weight_case(rng, kind, width, k, i)
-        yield Case(f"mixed_{t}_of_{k}", mixed, {"segments": 5, "norm_offset": 1.0})
+        yield OpCase(f"mixed_{t}_of_{k}", mixed, {"segments": 5, "norm_offset": 1.0})
         x = {
             "x": _bf16(rng, t, k),
             "gate": _bf16(rng, t, k, scale=4),
@@ -98,28 +98,28 @@ def _linear(rng: Rng) -> Iterator[Case]:
         }
         x |= {"residual": _bf16(rng, t, n)} | weight_case(rng, "nvfp4", n, k)
         a = {"epilogue": "residual", "gate": "silu", "head_dim": 128}
-        yield Case(f"gated_{t}_of_{k}", x, a)
+        yield OpCase(f"gated_{t}_of_{k}", x, a)
         x = {name: x[name] for name in x if name != "norm_weight"}
-        yield Case(f"sigmoid_{t}_of_{k}", x, {"epilogue": "residual", "gate": "sigmoid"})
+        yield OpCase(f"sigmoid_{t}_of_{k}", x, {"epilogue": "residual", "gate": "sigmoid"})
     for t in (4, 40):
         down: dict[str, Array] = {"x": np.ones((t, 64), BF16.numpy)}
         down |= {
             f"weight{i}": np.full((16, 64), sign, BF16.numpy) for i, sign in enumerate((-1, 1))
         }
-        yield Case(f"gates_far_below_zero_{t}", down, {"segments": 2, "epilogue": "swiglu"})
+        yield OpCase(f"gates_far_below_zero_{t}", down, {"segments": 2, "epilogue": "swiglu"})
     yield every_code(16)
     yield every_code(48)
     yield _cancelled("cancelled", rng, 16)
     for t in (16, 48):
         x = {"x": _bf16(rng, t, 768, scale=9), "norm_weight": _bf16(rng, 256)}
         x |= weight_case(rng, "nvfp4", n, 768)
-        yield Case(f"heads_of_256_{t}_of_768", x, {"head_dim": 256, "norm_offset": 1.0})
+        yield OpCase(f"heads_of_256_{t}_of_768", x, {"head_dim": 256, "norm_offset": 1.0})
     yield from _odd_widths(rng)
     yield from _wide_rows(rng)
     yield _cancelled("cancelled_48", rng, 48)
 
 
-def _odd_widths(rng: Rng) -> Iterator[Case]:
+def _odd_widths(rng: Rng) -> Iterator[OpCase]:
     """Segments that end inside a strip of eight columns; as many segments as there may be; gates so
     large that the exponential of either sign is infinite.
     """
@@ -127,20 +127,20 @@ def _odd_widths(rng: Rng) -> Iterator[Case]:
     for t in (16, 48):
         x = {"x": _bf16(rng, t, k)} | weight_case(rng, "nvfp4", n, k)
         more: dict[str, Array] = {"residual": _bf16(rng, t, n)}
-        yield Case(f"residual_{t}_to_{n}", x | more, {"epilogue": "residual"})
+        yield OpCase(f"residual_{t}_to_{n}", x | more, {"epilogue": "residual"})
         more = {"norm_weight": _bf16(rng, k)} | weight_case(rng, "nvfp4", n, k, 1)
-        yield Case(f"swiglu_{t}_to_{n}", x | more, {"segments": 2, "epilogue": "swiglu"})
+        yield OpCase(f"swiglu_{t}_to_{n}", x | more, {"segments": 2, "epilogue": "swiglu"})
         x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)}
         for i in range(16):
             x |= weight_case(rng, ("nvfp4", "bfloat16", "fp8")[i % 3], 8 + 2 * (i % 5), k, i)
-        yield Case(f"segments_{t}", x, {"segments": 16, "norm_offset": 1.0})
+        yield OpCase(f"segments_{t}", x, {"segments": 16, "norm_offset": 1.0})
         sides = np.repeat(np.array([[2], [-2]], BF16.numpy), 8, axis=0)
         x = {"x": np.ones((t, k), BF16.numpy), "weight0": np.tile(sides, (1, k))}
         x["weight1"] = np.ones((16, k), BF16.numpy)
-        yield Case(f"gates_of_128_{t}", x, {"segments": 2, "epilogue": "swiglu"})
+        yield OpCase(f"gates_of_128_{t}", x, {"segments": 2, "epilogue": "swiglu"})
 
 
-def _wide_rows(rng: Rng) -> Iterator[Case]:
+def _wide_rows(rng: Rng) -> Iterator[OpCase]:
     """Rows of more columns than a block prepares at a time, the largest ones last. The mean square
     is about eps, and some rows and heads are zeros.
     """
@@ -151,24 +151,24 @@ def _wide_rows(rng: Rng) -> Iterator[Case]:
     x |= {"norm_weight": _bf16(rng, k)}
     x["x"][3] = 0
     x |= weight_case(rng, "nvfp4", n, k)
-    yield Case(f"quiet_norm_{t}_of_{k}", x, {"norm_offset": 1.0, "norm_eps": eps})
+    yield OpCase(f"quiet_norm_{t}_of_{k}", x, {"norm_offset": 1.0, "norm_eps": eps})
     k = 18 * head
     x = {"x": _bf16(rng, t, k, scale=eps**0.5), "norm_weight": _bf16(rng, head)}
     x["x"][:, 5 * head : 7 * head] = 0
     x |= {"gate": _bf16(rng, t, k, scale=60), "residual": _bf16(rng, t, n)}
     x |= weight_case(rng, "nvfp4", n, k)
     a: dict[str, Attribute] = {"epilogue": "residual", "gate": "silu", "head_dim": head}
-    yield Case(f"quiet_heads_{t}_of_{k}", x, a | {"norm_eps": eps})
+    yield OpCase(f"quiet_heads_{t}_of_{k}", x, a | {"norm_eps": eps})
 
 
-def every_code(rows: int) -> Case:
+def every_code(rows: int) -> OpCase:
     """y[t, n] is the value of FP4 code t % 16 times that of E4M3 code min(n + 1, 126), which bf16
     holds exactly.
     """
     pairs = np.arange(8, dtype=np.uint8) * 0x22 + 0x10
     codes = np.tile(pairs, (128, 16))
     scales = np.minimum(np.arange(1, 129), 126).astype(np.uint8)
-    return Case(
+    return OpCase(
         f"every_code_by_every_scale_{rows}_rows",
         {
             "x": np.tile(np.eye(16, 256, dtype=np.float32), (rows // 16, 1)).astype(BF16.numpy),
@@ -188,33 +188,33 @@ weights, whose roundings to bf16 do not average out.
 """
 
 
-def _cancelled(name: str, rng: Rng, t: int) -> Case:
+def _cancelled(name: str, rng: Rng, t: int) -> OpCase:
     """The residual is minus the result in bf16, so what is left of each sum is its rounding error.
     It shows how the sum was rounded, and whether that was the same in every row.
     """
     n, k = 200, 640
     x = {"x": _bf16(rng, t, k), **weight_case(rng, "nvfp4", n, k)}
     sums = reference(x, LINEAR.complete({}))["y0"]
-    return Case(name, x | {"residual": -sums}, {"epilogue": "residual"})
+    return OpCase(name, x | {"residual": -sums}, {"epilogue": "residual"})
 
 
-def _head(rng: Rng) -> Iterator[Case]:
+def _head(rng: Rng) -> Iterator[OpCase]:
     k, v = 512, 1500
     for t, kind in ((1, "nvfp4"), (16, "nvfp4"), (16, "fp8"), (16, "bfloat16"), (33, "nvfp4")):
         x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)} | weight_case(rng, kind, v, k)
-        yield Case(f"{kind}_{t}_rows", x, {"norm_offset": 1.0, "vocab": v - 20})
+        yield OpCase(f"{kind}_{t}_rows", x, {"norm_offset": 1.0, "vocab": v - 20})
     x = {"x": _bf16(rng, 16, k), "norm_weight": _bf16(rng, k)} | weight_case(rng, "nvfp4", v, k)
     x["id_map"] = rng.permutation(9999)[:v].astype(np.int32)
-    yield Case("reduced_wide", x, {"vocab": v - 3})
+    yield OpCase("reduced_wide", x, {"vocab": v - 3})
     twice = np.repeat(rng.standard_normal((v // 2, k)), 2, axis=0).astype(BF16.numpy)
     x = {"x": _bf16(rng, 16, k), "norm_weight": _bf16(rng, k), "weight0": np.roll(twice, 1, axis=0)}
-    yield Case("equals_far_and_near", x, {})
+    yield OpCase("equals_far_and_near", x, {})
     x = {"x": _bf16(rng, 32, k), "norm_weight": _bf16(rng, k)} | weight_case(rng, "nvfp4", 200, k)
-    yield Case("nvfp4_32_rows", x, {"vocab": 190})
+    yield OpCase("nvfp4_32_rows", x, {"vocab": 190})
 
 
 # ---- attention -----------------------------------------------------------------------------------
-def _verify(rng: Rng) -> Iterator[Case]:
+def _verify(rng: Rng) -> Iterator[OpCase]:
     for heads, kv in ((2, 1), (4, 2), (4, 1), (6, 1)):
         yield _verify_case(rng, 16, 130, heads, kv, FP8, 256)
     for stored in (BF16, FP8):
@@ -232,7 +232,7 @@ def _verify(rng: Rng) -> Iterator[Case]:
         yield _other_numbers(rng, rows)
 
 
-def _other_numbers(rng: Rng, rows: int) -> Case:
+def _other_numbers(rng: Rng, rows: int) -> OpCase:
     """Another norm, another rotation; rows of zeros, and rows as small as the root of eps."""
     case = _verify_case(rng, rows, 120, 4, 2, FP8, 256)
     x = dict(case.inputs)
@@ -241,12 +241,12 @@ def _other_numbers(rng: Rng, rows: int) -> Case:
         x[name][3], x[name][5:] = 0, (x[name][5:] * 0.03).astype(BF16.numpy)
         x[f"{name}_norm"] = _bf16(rng, 256, scale=3)
     a: dict[str, Attribute] = {"norm_offset": 0.0, "norm_eps": 1e-3, "rope_theta": 1e4}
-    return Case(f"{rows}_rows_other_norm_and_rotation", x, {**case.attributes, **a})
+    return OpCase(f"{rows}_rows_other_norm_and_rotation", x, {**case.attributes, **a})
 
 
 def _verify_case(
     rng: Rng, rows: int, length: int, heads: int, kv: int, cache: DType, capacity: int
-) -> Case:
+) -> OpCase:
     dim = 256
     x: dict[str, Array] = {
         "q": _bf16(rng, rows, heads * dim),
@@ -263,10 +263,10 @@ def _verify_case(
         x[f"cache_{name}"] = stored
         x[f"scale_{name}"] = np.array([scale], np.float32)
     a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv}
-    return Case(f"{rows}_rows_at_{length}_{heads}x{kv}x256_{cache.value}", x, a)
+    return OpCase(f"{rows}_rows_at_{length}_{heads}x{kv}x256_{cache.value}", x, a)
 
 
-def _draft(rng: Rng) -> Iterator[Case]:
+def _draft(rng: Rng) -> Iterator[OpCase]:
     heads, kv, dim, slots = 8, 2, 128, 192
     for causal, window in ((1, 100), (0, 0), (0, 100)):
         for rows, length in ((16, 0), (16, 7), (16, 99), (16, 191), (16, 500), (5, 140), (1, 300)):
@@ -285,11 +285,11 @@ def _draft(rng: Rng) -> Iterator[Case]:
             for ring in (x["ring_k"], x["ring_v"]) if length < slots else ():
                 ring[:, length:] = np.nan
             a: dict[str, Attribute] = {"heads": heads, "kv_heads": kv, "causal": causal}
-            yield Case(f"{rows}_rows_causal_{causal}_window_{window}_at_{length}", x, a)
+            yield OpCase(f"{rows}_rows_causal_{causal}_window_{window}_at_{length}", x, a)
     yield from draft_cases()
 
 
-def _context(rng: Rng) -> Iterator[Case]:
+def _context(rng: Rng) -> Iterator[OpCase]:
     kv, dim = 2, 128
     for rows, length in ((16, 0), (16, 150), (1, 159), (100, 155), (7, 160)):
         x: dict[str, Array] = {"length": _number(length)}
@@ -297,7 +297,7 @@ def _context(rng: Rng) -> Iterator[Case]:
             x |= {f"{n}{i}": _bf16(rng, rows, kv * dim) for n in "kv"}
             x |= {f"ring_{n}{i}": _bf16(rng, kv, slots, dim) for n in "kv"}
             x[f"k_norm{i}"] = _bf16(rng, dim)
-        yield Case(f"{rows}_rows_at_{length}_2x128", x, {"layers": 2, "kv_heads": kv})
+        yield OpCase(f"{rows}_rows_at_{length}_2x128", x, {"layers": 2, "kv_heads": kv})
     yield _key_between_two_numbers(dim)
     for rotary, kv in ((64, 2), (64, 9)):
         x = {"k0": _bf16(rng, 20, kv * dim, scale=0.03), "v0": _bf16(rng, 20, kv * dim)}
@@ -305,10 +305,10 @@ def _context(rng: Rng) -> Iterator[Case]:
         x |= {f"ring_{n}0": _bf16(rng, kv, 30, dim) for n in "kv"}
         x |= {"k_norm0": _bf16(rng, dim), "length": _number(50)}
         a: dict[str, Attribute] = {"rotary_dim": rotary, "norm_eps": 1e-3, "rope_theta": 1e4}
-        yield Case(f"partly_rotary_{kv}_heads", x, {"kv_heads": kv, **a})
+        yield OpCase(f"partly_rotary_{kv}_heads", x, {"kv_heads": kv, **a})
 
 
-def _key_between_two_numbers(dim: int) -> Case:
+def _key_between_two_numbers(dim: int) -> OpCase:
     """The key's largest element lies so near the middle between two bf16 numbers that the kernel,
     in float32, rounds it to the other one than the reference. The seed was found by trying.
     """
@@ -316,11 +316,11 @@ def _key_between_two_numbers(dim: int) -> Case:
     k = rng.standard_normal((16, 4, dim)).astype(BF16.numpy)[10, 2][None]
     ring = np.zeros((1, 32, dim), BF16.numpy)
     x = {"k0": k, "v0": k, "ring_k0": ring, "ring_v0": ring, "length": _number(17)}
-    return Case("key_between_two_numbers", x | {"k_norm0": np.ones(dim, np.float32)}, {})
+    return OpCase("key_between_two_numbers", x | {"k_norm0": np.ones(dim, np.float32)}, {})
 
 
 # ---- gdn, accept ---------------------------------------------------------------------------------
-def _gdn(rng: Rng) -> Iterator[Case]:
+def _gdn(rng: Rng) -> Iterator[OpCase]:
     wide: dict[str, Attribute] = {"key_dim": 128, "value_dim": 128, "value_heads": 4}
     for rows, held, accepted in (
         (16, 16, 0), (16, 16, 1), (16, 16, 2), (16, 16, 16), (1, 16, 3), (1, 1, 1), (9, 16, 5),
@@ -340,12 +340,12 @@ def _gdn(rng: Rng) -> Iterator[Case]:
         case = gdn_case(rng, rows, 16, accepted, wide | {"mode": "prefill"}, BF16)
         x = {**case.inputs, "valid": _number(valid)}
         x |= {name: x[name].astype(BF16.numpy) for name in narrow}
-        yield Case(f"{case.name}_valid_{valid}", x, case.attributes)
+        yield OpCase(f"{case.name}_valid_{valid}", x, case.attributes)
     for mode in ("verify", "prefill"):
         yield from _gdn_edges(rng, wide | {"mode": mode})
 
 
-def _gdn_edges(rng: Rng, attributes: Mapping[str, Attribute]) -> Iterator[Case]:
+def _gdn_edges(rng: Rng, attributes: Mapping[str, Attribute]) -> Iterator[OpCase]:
     """Rows of zeros after a tail of zeros, then rows with q and k about as short as the epsilon of
     their norm. And gates where exp overflows or 1 + x rounds to 1, with large rows.
     """
@@ -354,7 +354,7 @@ def _gdn_edges(rng: Rng, attributes: Mapping[str, Attribute]) -> Iterator[Case]:
     a = case.attributes
     x = case.inputs | ({"valid": _number(rows)} if a["mode"] == "prefill" else {})
     tiny = (x["qkv"].astype(np.float32) * 1e-4 * (np.arange(rows) > 3)[:, None]).astype(BF16.numpy)
-    yield Case(f"tiny_rows_{a['mode']}", x | {"qkv": tiny, "tail": 0 * x["tail"]}, a)
+    yield OpCase(f"tiny_rows_{a['mode']}", x | {"qkv": tiny, "tail": 0 * x["tail"]}, a)
     x |= {
         "qkv": (x["qkv"].astype(np.float32) * 60).astype(BF16.numpy),
         "b": np.tile([[100], [-100]], (rows // 2, 4)).astype(BF16.numpy),
@@ -362,10 +362,10 @@ def _gdn_edges(rng: Rng, attributes: Mapping[str, Attribute]) -> Iterator[Case]:
         "a_log": np.array([-9, 16, -9, 16], np.float32),
         "dt_bias": np.zeros(4, np.float32),
     }
-    yield Case(f"gates_at_their_ends_{a['mode']}", x, a)
+    yield OpCase(f"gates_at_their_ends_{a['mode']}", x, a)
 
 
-def _accept(rng: Rng) -> Iterator[Case]:
+def _accept(rng: Rng) -> Iterator[OpCase]:
     for rows, vocab in ((16, 2500), (1, 700), (16, 129)):
         logits = rng.standard_normal((rows, vocab)) * 3
         tokens = np.concatenate([[1], logits.argmax(axis=1)[:-1]])

@@ -18,20 +18,20 @@ import numpy as np
 from support.closeness import hold_near, near_of
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import ACTIVATION, CACHE, Case, Op, Port, bind
+from thor_dflash.plugins.contract import ACTIVATION, CACHE, Op, OpCase, Port, bind
 from thor_dflash.plugins.launch import (
     THOR,
-    Addresses,
     Argument,
-    At,
+    BufferOffset,
+    CallSite,
     Device,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
     Scratch,
     Shaped,
-    Shift,
-    Site,
     Table,
 )
 
@@ -101,17 +101,17 @@ class Backend(Protocol):
 class Rule:
     """The parts of a room's launch.py (for weights, of linear's pack.py) that are used here."""
 
-    launches: Callable[[Site, Device], tuple[Launch, ...]]
-    refuse: Callable[[Site], str]
+    launches: Callable[[CallSite, Device], tuple[Launch, ...]]
+    refuse: Callable[[CallSite], str]
     in_place: frozenset[str]
     tolerance: float
-    packed: Callable[[Site], Mapping[str, Shaped]] | None = None
-    pack: Callable[[Site, Mapping[str, Array]], Mapping[str, Array]] | None = None
+    packed: Callable[[CallSite], Mapping[str, Shaped]] | None = None
+    pack: Callable[[CallSite, Mapping[str, Array]], Mapping[str, Array]] | None = None
 
 
 def rule(op: Op) -> Rule | None:
     """The room's launch rule, or None where it has none."""
-    return _rule(op.name) if (op.room / "launch.py").exists() else None
+    return _rule(op.name) if (op.folder / "launch.py").exists() else None
 
 
 @cache
@@ -122,7 +122,7 @@ def _rule(room: str) -> Rule:
     return Rule(
         here["launches"],
         here["refuse"],
-        here.get("IN_PLACE", frozenset()),
+        here["KERNELS"].in_place,
         here["TOLERANCE"],
         pack.get("packed"),
         pack.get("pack"),
@@ -138,8 +138,8 @@ def rule_of(op: Op) -> Rule:
 
 def source_of(op: Op, one: Launch) -> Path:
     """The source file of a launch. Its name is relative to the room's folder or to plugins/."""
-    own = op.room / one.source
-    return own.resolve() if own.exists() else op.room.parent / one.source
+    own = op.folder / one.source
+    return own.resolve() if own.exists() else op.folder.parent / one.source
 
 
 def stem(name: str) -> str:
@@ -148,7 +148,7 @@ def stem(name: str) -> str:
 
 
 # ---- the call ----------------------------------------------------------------------------------
-def in_kernel_types(op: Op, case: Case) -> Case:
+def in_kernel_types(op: Op, case: OpCase) -> OpCase:
     """The case in the types that kernels take: rows, caches and unquantised weights in bf16."""
     a = op.complete(case.attributes)
     narrow = {p.name for p in op.inputs_of(a) if p.dtypes in (ACTIVATION, CACHE)}
@@ -159,7 +159,7 @@ def in_kernel_types(op: Op, case: Case) -> Case:
         else x
         for name, x in case.inputs.items()
     }
-    return Case(case.name, inputs, case.attributes)
+    return OpCase(case.name, inputs, case.attributes)
 
 
 def squares(rows: Array) -> Array:
@@ -191,13 +191,13 @@ def shaped(x: Array) -> Shaped:
 class Call:
     """A case ready to be launched, its weights packed."""
 
-    site: Site
+    site: CallSite
     inputs: Mapping[str, Array]
     want: Mapping[str, Array]
     """The reference's outputs."""
 
 
-def call_of(op: Op, given: Case, x_squares: bool = False, y_squares: bool = False) -> Call:
+def call_of(op: Op, given: OpCase, x_squares: bool = False, y_squares: bool = False) -> Call:
     """The call of a case; if asked, with x's sums of squares as an input, y0's as an output.
 
     Raises:
@@ -212,11 +212,11 @@ def call_of(op: Op, given: Case, x_squares: bool = False, y_squares: bool = Fals
     if y_squares:
         want = {**want, "y0_squares": squares(want["y0"])}
     ports = {name: shaped(x) for name, x in {**inputs, **want}.items()}
-    site = Site(op, a, ports)
+    site = CallSite(op, a, ports)
     return Call(*packed(site, inputs), want)
 
 
-def packed(site: Site, inputs: Mapping[str, Array]) -> tuple[Site, Mapping[str, Array]]:
+def packed(site: CallSite, inputs: Mapping[str, Array]) -> tuple[CallSite, Mapping[str, Array]]:
     """The site and inputs, with packed weights if the room packs them.
 
     Raises:
@@ -236,12 +236,12 @@ def packed(site: Site, inputs: Mapping[str, Array]) -> tuple[Site, Mapping[str, 
     gone = {n for n in site.ports if stem(n) in ("weight", "block_scale", "row_scale")}
     ports = {n: p for n, p in site.ports.items() if n not in gone} | dict(new)
     kept = {n: x for n, x in inputs.items() if n not in gone} | dict(arrays)
-    return Site(site.op, site.attributes, ports), kept
+    return CallSite(site.op, site.attributes, ports), kept
 
 
 def site_of(
     op: Op, attributes: Mapping[str, int | float | str], inputs: Mapping[str, Shaped]
-) -> Site:
+) -> CallSite:
     """A site from its inputs; the outputs' types and shapes follow from the contract."""
     a = op.complete(attributes)
     letters = bind(op, {name: s.shape for name, s in inputs.items()}, a)
@@ -251,7 +251,7 @@ def site_of(
             _dtype(port, inputs),
             tuple(_size(letters[d]) if isinstance(d, str) else d for d in port.shape),
         )
-    return Site(op, a, ports)
+    return CallSite(op, a, ports)
 
 
 def _dtype(port: Port, inputs: Mapping[str, Shaped]) -> DType:
@@ -308,13 +308,13 @@ class _Memory:
     def value(self, argument: Argument) -> Value:
         """The argument as the backend gets it."""
         match argument:
-            case At(port):
+            case Pointer(port):
                 return self.ports.get(port)
-            case Addresses(ports):
+            case PointerTable(ports):
                 return Pointers(tuple(self.ports.get(port) for port in ports))
             case Scratch():
                 return self._scratch(argument)
-            case Shift(ports):
+            case BufferOffset(ports):
                 by = self.shift * self.shifts.setdefault(ports, len(self.shifts) + 1)
                 for port in self.ports.keys() & set(ports):
                     self.ports[port].told = by if port.startswith("next_") else -by
@@ -365,7 +365,7 @@ def launch(
     }
 
 
-def run(op: Op, case: Case, backend: Backend, device: Device = THOR) -> dict[str, Array]:
+def run(op: Op, case: OpCase, backend: Backend, device: Device = THOR) -> dict[str, Array]:
     """Run a case and compare its outputs with the reference.
 
     Raises:

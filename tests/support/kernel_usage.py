@@ -9,10 +9,10 @@ from pathlib import Path
 
 from emulator.compiler import cached
 
-from thor_dflash.plugins.cuda.compile import Usage, compile_source, digest
+from thor_dflash.plugins.cuda.compile import KernelUsage, compile_source, digest
 
 
-def usage_of(source: Path, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
+def usage_of(source: Path, defines: Mapping[str, int], arch: str) -> dict[str, KernelUsage]:
     """Kernel -> registers, spills and shared memory, as ptxas reports them for a source file."""
 
     def make(path: Path) -> None:
@@ -20,4 +20,4 @@ def usage_of(source: Path, defines: Mapping[str, int], arch: str) -> dict[str, U
         path.write_text(json.dumps({name: astuple(found) for name, found in usage.items()}))
 
     path = cached(digest(source, defines, arch), ".json", make)
-    return {name: Usage(*found) for name, found in json.loads(path.read_text()).items()}
+    return {name: KernelUsage(*found) for name, found in json.loads(path.read_text()).items()}

@@ -11,7 +11,7 @@ from support.kernel_runner import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, St
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import standard as room
-from thor_dflash.plugins.launch import Addresses, Argument, At, Launch, Scratch, Table
+from thor_dflash.plugins.launch import Argument, Launch, Pointer, PointerTable, Scratch, Table
 
 FOLDER = Path(room.__file__).parent
 
@@ -19,9 +19,9 @@ FOLDER = Path(room.__file__).parent
 def _value(argument: Argument, ports: Mapping[str, Buffer]) -> Value:
     """An argument as a backend gets it."""
     match argument:
-        case At(port):
+        case Pointer(port):
             return ports.get(port)
-        case Addresses(names):
+        case PointerTable(names):
             return Pointers(tuple(ports[name] for name in names))
         case Table(values):
             return buffer("table", values, writable=False, kernels=False)

@@ -9,7 +9,7 @@ from support.kernel_cases import cases_of
 from support.kernel_runner import Call, Refused, call_of, shaped
 
 from thor_dflash.plugins import Op
-from thor_dflash.plugins.launch import AHEAD, Site
+from thor_dflash.plugins.launch import PREFETCHED, CallSite
 
 PACKED = 20 * 132 * 16 + 8
 """Bytes of such a weight. It is no multiple of 16, so no number of blocks can prefetch all of it in
@@ -19,11 +19,11 @@ equal shares of whole 16 bytes."""
 def fetching(call: Call, nbytes: int = PACKED) -> Call:
     """The call with a weight of `nbytes` zeros to prefetch."""
     packed = np.zeros(nbytes, np.uint8)
-    ports = {**call.site.ports, AHEAD: shaped(packed)}
+    ports = {**call.site.ports, PREFETCHED: shaped(packed)}
     return replace(
         call,
-        site=Site(call.site.op, call.site.attributes, ports),
-        inputs={**call.inputs, AHEAD: packed},
+        site=CallSite(call.site.op, call.site.attributes, ports),
+        inputs={**call.inputs, PREFETCHED: packed},
     )
 
 

@@ -9,7 +9,7 @@ from support.kernel_cases import cases_of
 from support.kernel_runner import Call
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.contract import Case, Op
+from thor_dflash.plugins.contract import Op, OpCase
 
 
 def same_bits(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
@@ -18,15 +18,15 @@ def same_bits(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
         np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
 
 
-def cut(op: Op, case: Case, rows: slice) -> Case:
+def cut(op: Op, case: OpCase, rows: slice) -> OpCase:
     """The case, reduced to some of its rows."""
     a = op.complete(case.attributes)
     by_row = {p.name for p in op.inputs_of(a) if p.shape[0] == "T"}
     inputs = {n: x[rows] if n in by_row else x for n, x in case.inputs.items()}
-    return Case(case.name, inputs, case.attributes)
+    return OpCase(case.name, inputs, case.attributes)
 
 
-def rows_of(op: Op, case: Case) -> int:
+def rows_of(op: Op, case: OpCase) -> int:
     """Number of rows of a case: of its first input."""
     first = op.inputs_of(op.complete(case.attributes))[0].name
     return len(case.inputs[first])

@@ -22,11 +22,11 @@ from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.trt_engine import EngineDescription
-from thor_dflash.plugins.cuda.driver import Info
+from thor_dflash.plugins.cuda.driver import DeviceInfo
 from thor_dflash.plugins.launch import THOR
 
 NANO = Path(__file__).parents[2] / "models" / "planner-nano"
-DEVICE = Info("NVIDIA Thor", THOR, 128 << 30, True, 13000)
+DEVICE = DeviceInfo("NVIDIA Thor", THOR, 128 << 30, True, 13000)
 HYBRID = replace(GEOMETRIES["heads27b"], value_heads=4)
 """A small model whose heads have sizes that the kernels support."""
 CAPACITY = 512

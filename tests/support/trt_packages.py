@@ -15,10 +15,10 @@ from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import Manifest, hash_file
 from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, PluginCall
-from thor_dflash.runtime.engines.tensorrt.compatibility import Here
+from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts
 
 
-def planned(out: Path, here: Here) -> Path:
+def planned(out: Path, here: RuntimeFacts) -> Path:
     """Convert the package `out` in place; engines are recorded as built on the machine `here`."""
     found = package_manifest.read(out)
     files = dict(found.files)
@@ -34,7 +34,7 @@ def planned(out: Path, here: Here) -> Path:
     return out
 
 
-def describe(program: Program, engine: Path, here: Here) -> EngineDescription:
+def describe(program: Program, engine: Path, here: RuntimeFacts) -> EngineDescription:
     """The description (sidecar file) of an engine."""
     deployed = deploy(program)
     return EngineDescription(
@@ -47,14 +47,14 @@ def describe(program: Program, engine: Path, here: Here) -> EngineDescription:
         weights=deployed.weights,
         in_place=deployed.in_place,
         nodes=tuple(
-            PluginCall(name=name, op=node.room, fields=node.fields())
+            PluginCall(name=name, op=node.op, fields=node.fields())
             for name, node in deployed.plugins
         ),
         made=made_of(here),
     )
 
 
-def made_of(here: Here) -> BuildEnvironment:
+def made_of(here: RuntimeFacts) -> BuildEnvironment:
     """The versions and device that the description of an engine built on this machine records."""
     return BuildEnvironment(
         tensorrt=here.tensorrt,

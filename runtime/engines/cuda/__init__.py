@@ -1,1 +1,1 @@
-"""The engine of NVIDIA GPUs: the rooms' kernels, captured into one CUDA graph per step."""
+"""The engine of NVIDIA GPUs: the operators' kernels, captured into one CUDA graph per step."""

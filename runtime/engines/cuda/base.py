@@ -13,12 +13,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from thor_dflash.core.tensors import Array, Dims, TensorSpec
-from thor_dflash.plugins.cuda.driver import Driver, Info
+from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
 from thor_dflash.runtime.engines.cuda.arena import Arena, kind
-from thor_dflash.runtime.engines.cuda.binding import CudaTensor, Turn, cuda
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Copy, Handed, Handover
-from thor_dflash.runtime.engines.cuda.host_writes import RING, SLOT, SMALL, Page, Ring, corners
-from thor_dflash.runtime.engines.cuda.run_timing import Runs
+from thor_dflash.runtime.engines.cuda.binding import CudaTensor, DoubleBuffer, cuda
+from thor_dflash.runtime.engines.cuda.graph_capture import (
+    CapturedGraph,
+    CapturedReadback,
+    HostCopy,
+    Readback,
+)
+from thor_dflash.runtime.engines.cuda.host_writes import (
+    RING,
+    SLOT,
+    SMALL,
+    ControlPage,
+    StagingRing,
+    corners,
+)
+from thor_dflash.runtime.engines.cuda.run_timing import RunTimes
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 WORD = 8
@@ -32,7 +44,7 @@ class Part:
     calls: tuple[Call, ...]
     key: tuple[int, ...]
     """id of each call."""
-    touched: tuple[Turn, ...]
+    touched: tuple[DoubleBuffer, ...]
     """The turns of their tensors, without duplicates."""
 
 
@@ -53,25 +65,25 @@ class Board(ABC):
         self._told = told
         self._tensors: list[CudaTensor] = []
         self._arena = Arena()
-        self._turns: dict[int, list[Turn]] = {}
+        self._turns: dict[int, list[DoubleBuffer]] = {}
         """id of a call -> the turns that change when it has run."""
-        self._touched: dict[int, list[Turn]] = {}
+        self._touched: dict[int, list[DoubleBuffer]] = {}
         """id of a call -> the turns of all its tensors, whether or not it changes them."""
         self._made: set[int] = set()
         """ids of tensors that calls write."""
         self._read: set[int] = set()
         """ids of tensors that calls read."""
-        self._captured: dict[tuple[int, ...], Captured] = {}
+        self._captured: dict[tuple[int, ...], CapturedGraph] = {}
         self._split: dict[tuple[int, ...], list[Part]] = {}
         self._page_at = 0
-        self._for_host: dict[int, Copy] = {}
+        self._for_host: dict[int, HostCopy] = {}
         """id of a small tensor that calls write and none reads -> its copy to the host."""
-        self._runs = Runs()
+        self._runs = RunTimes()
         self._sent = 0
         """Number of host-to-device copies up to the last run."""
 
     @property
-    def info(self) -> Info:
+    def info(self) -> DeviceInfo:
         """The device."""
         return self._driver.info
 
@@ -118,11 +130,11 @@ class Board(ABC):
             for tensor in (t for t in outputs if id(t) in read):
                 by.setdefault(id(tensor), []).append(call)
                 tensors[id(tensor)] = tensor
-        turns: dict[tuple[int, ...], Turn] = {}
+        turns: dict[tuple[int, ...], DoubleBuffer] = {}
         for key, calls in by.items():
             together = tuple(map(id, calls))
             if together not in turns:
-                turns[together] = Turn()
+                turns[together] = DoubleBuffer()
                 for call in calls:
                     self._turns[id(call)].append(turns[together])
             tensors[key].turn = turns[together]
@@ -132,7 +144,7 @@ class Board(ABC):
 
     def _count_tensors(self) -> int:
         """Reserve space for the tensors; return the control page's offset in the arena."""
-        turns: dict[Turn, list[CudaTensor]] = {}
+        turns: dict[DoubleBuffer, list[CudaTensor]] = {}
         small: list[CudaTensor] = []
         for tensor in self._tensors:
             size = tensor.spec.nbytes({})
@@ -151,7 +163,7 @@ class Board(ABC):
             turn.distance = tensors[0].places[1] - tensors[0].places[0]
         return self._arena.take("rows", self._lay_out(small, list(turns) if self._told else []))
 
-    def _lay_out(self, small: Sequence[CudaTensor], turns: Sequence[Turn]) -> int:
+    def _lay_out(self, small: Sequence[CudaTensor], turns: Sequence[DoubleBuffer]) -> int:
         """Lay out the control page, with data that only the host writes first; return its size."""
         end = 0
 
@@ -169,7 +181,7 @@ class Board(ABC):
         for tensor in small:
             if id(tensor) in self._made:
                 tensor.control = take(tensor.spec.nbytes({}))
-        self._page = Page(end, self._slot, own)
+        self._page = ControlPage(end, self._slot, own)
         return end
 
     def _allocate(self, page: int) -> int:
@@ -189,7 +201,7 @@ class Board(ABC):
         for turn in {turn for turns in self._touched.values() for turn in turns if self._told}:
             turn.word = base + page + turn.control
         self._page_at = base + page
-        self._ring = Ring(self._driver, self._driver.pinned(RING))
+        self._ring = StagingRing(self._driver, self._driver.pinned(RING))
         self._back = self._driver.pinned(RING)
         self._make_ways()
         return base
@@ -204,12 +216,12 @@ class Board(ABC):
         self._hands = self._driver.pinned(max(1, len(found)) * SMALL)
         for i, tensor in enumerate(found):
             host, size = self._hands.address + i * SMALL, tensor.spec.nbytes({})
-            self._for_host[id(tensor)] = Copy(tensor.now, host, size)
+            self._for_host[id(tensor)] = HostCopy(tensor.now, host, size)
 
     # ---- run -----------------------------------------------------------------------------
 
     @abstractmethod
-    def _capture(self, calls: Sequence[Call]) -> Captured:
+    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
         """Capture calls for replay, for the places that tensors have now. Also advances the turns,
         as running the calls does.
         """
@@ -227,7 +239,7 @@ class Board(ABC):
         self._runs.collect()
 
     def _run(self, part: Part) -> None:
-        key = part.key if self._told else (*part.key, *(turn.front for turn in part.touched))
+        key = part.key if self._told else (*part.key, *(turn.current for turn in part.touched))
         self._tell(part)
         if key not in self._captured:
             with self._as_placed(part):
@@ -239,16 +251,16 @@ class Board(ABC):
         self._runs.run(self._captured[key])
         self._sent = self._ring.sent
 
-    def _handover(self, calls: Sequence[Call]) -> Handover | None:
+    def _handover(self, calls: Sequence[Call]) -> Readback | None:
         """Copies of outputs only the host reads; None if none, or if the last call writes one."""
-        after, copies = 0, dict[int, Copy]()
+        after, copies = 0, dict[int, HostCopy]()
         for i, call in enumerate(calls):
             for tensor in call.outputs.values():
                 if id(tensor) in self._for_host:
                     after, copies[id(tensor)] = i + 1, self._for_host[id(tensor)]
         if not copies or any(id(tensor) in copies for tensor in calls[-1].outputs.values()):
             return None
-        return Handover(after, tuple(copies.values()))
+        return Readback(after, tuple(copies.values()))
 
     def _part(self, calls: Sequence[Call]) -> Part:
         touched = dict.fromkeys(turn for call in calls for turn in self._touched[id(call)])
@@ -259,7 +271,7 @@ class Board(ABC):
         a tensor whose turn an earlier call of the same part changed.
         """
         part: list[Call] = []
-        renewed: set[Turn] = set()
+        renewed: set[DoubleBuffer] = set()
         for call in calls:
             if renewed & set(self._touched[id(call)]):
                 yield part
@@ -271,28 +283,28 @@ class Board(ABC):
     def _tell(self, part: Part) -> None:
         """Write where the tensors of a part are to the control page, for the next flush."""
         for turn in part.touched if self._told else ():
-            self._page.write(turn.control, (turn.front * turn.distance).to_bytes(WORD, "little"))
+            self._page.write(turn.control, (turn.current * turn.distance).to_bytes(WORD, "little"))
 
     @contextmanager
     def _as_placed(self, part: Part) -> Generator[None]:
         """Capture with all values in their first places if kernels are told the distance from
         there. Restores the turns afterwards, advanced by what was captured.
         """
-        before = {turn: turn.front for turn in part.touched if self._told}
+        before = {turn: turn.current for turn in part.touched if self._told}
         for turn in before:
-            turn.front = 0
+            turn.current = 0
         try:
             yield
         except BaseException:
             for turn, front in before.items():
-                turn.front = front
+                turn.current = front
             raise
         for turn, front in before.items():
-            turn.front ^= front
+            turn.current ^= front
 
     def _turn(self, call: Call) -> None:
         for turn in self._turns[id(call)]:
-            turn.front = 1 - turn.front
+            turn.current = 1 - turn.current
 
     def write(self, tensor: Tensor, values: Array) -> None:
         """See Engine."""
@@ -343,7 +355,7 @@ class Board(ABC):
         self._idle()
         return out
 
-    def _given(self, tensor: CudaTensor, handed: Handed) -> Array:
+    def _given(self, tensor: CudaTensor, handed: CapturedReadback) -> Array:
         """Return a tensor that the last run hands over. The run itself may still be going on."""
         self._driver("cuEventSynchronize", handed.event)
         if self._ring.sent == self._sent:

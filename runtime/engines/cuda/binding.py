@@ -12,28 +12,28 @@ from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import NEXT, Attributes
 from thor_dflash.plugins.cuda.enqueue import Arguments, content, values, working
 from thor_dflash.plugins.launch import (
-    AHEAD,
-    Addresses,
-    At,
+    PREFETCHED,
+    BufferOffset,
+    CallSite,
     Device,
     Launch,
+    Pointer,
+    PointerTable,
     Scratch,
     Shaped,
-    Shift,
-    Site,
     Table,
 )
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class DoubleBuffer:
     """Which of two places (double buffers) holds the current values of some tensors. The tensors of
     a turn switch together.
     """
 
-    front: int = 0
+    current: int = 0
     distance: int = 0
     """Bytes from the first place to the second, the same for all of them."""
     control: int = -1
@@ -51,7 +51,7 @@ class CudaTensor:
     spec: TensorSpec
     places: list[int] = field(default_factory=list[int])
     """Device addresses; empty until the engine has placed it."""
-    turn: Turn | None = None
+    turn: DoubleBuffer | None = None
     """Set if there are two places."""
     control: int = -1
     """Offset in the control page, which holds the small tensors; -1: not in it."""
@@ -59,12 +59,12 @@ class CudaTensor:
     @property
     def now(self) -> int:
         """Address of the current value."""
-        return self.places[self.turn.front if self.turn else 0]
+        return self.places[self.turn.current if self.turn else 0]
 
     @property
     def next(self) -> int:
         """Address that the next value is written to."""
-        return self.places[1 - self.turn.front if self.turn else 0]
+        return self.places[1 - self.turn.current if self.turn else 0]
 
 
 def cuda(tensor: Tensor) -> CudaTensor:
@@ -93,9 +93,9 @@ class Bound:
     planned: list[Planned]
     working: int
     """Bytes of scratch memory that lasts for one step."""
-    packed: Mapping[str, Site]
+    packed: Mapping[str, CallSite]
     """Packed weight -> the call that reads it."""
-    turns: list[Turn] = field(default_factory=list[Turn])
+    turns: list[DoubleBuffer] = field(default_factory=list[DoubleBuffer])
     """The turns that change when the call has run."""
 
 
@@ -104,7 +104,7 @@ def in_place(program: Program) -> frozenset[str]:
     return frozenset(
         step.ports[port]
         for step in program.steps
-        for port in RULES[step.op].in_place
+        for port in KERNELS[step.op].in_place
         if step.ports.get(port, "").startswith(NEXT)
     )
 
@@ -113,7 +113,8 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     """Decide the launches of a call.
 
     Raises:
-        EngineError: a room's kernels do not take these sizes, or need more shared memory than the
+        EngineError: an operator's kernels do not take these sizes, or need more shared memory than
+        the
             device has; names the step.
     """
     shapes = _shapes(call, program)
@@ -126,10 +127,10 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
     planned: list[Planned] = []
     most = 0
     for step, alone in zip(program.steps, sites, strict=True):
-        rule = RULES[step.op]
+        rule = KERNELS[step.op]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
-        site = replace(alone, following=packed.get(step.ports.get(AHEAD, "")))
+        site = replace(alone, following=packed.get(step.ports.get(PREFETCHED, "")))
         launches = rule.launches(site, device)
         if (shared := max(one.shared for one in launches)) > device.shared:
             raise EngineError(
@@ -137,14 +138,14 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
                 f"{device.shared} bytes on this device (got {shared})"
             )
         offsets, size = working(launches)
-        planned += [Planned(step, one, rule.folder / one.source, offsets) for one in launches]
+        planned += [Planned(step, one, rule.source(one), offsets) for one in launches]
         most = max(most, size)
     return Bound(call, program, planned, most, packed)
 
 
-def _site(step: Step, shapes: Mapping[str, Shaped]) -> Site:
+def _site(step: Step, shapes: Mapping[str, Shaped]) -> CallSite:
     ports = {port: shapes[name] for port, name in step.ports.items()}
-    return Site(RULES[step.op].op, Attributes(step.attributes), ports)
+    return CallSite(KERNELS[step.op].op, Attributes(step.attributes), ports)
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shaped]:
@@ -183,7 +184,7 @@ def address(bound: Bound, step: Step, port: str, places: Places) -> int:
     return where(bound.call, name, bound.turns)
 
 
-def where(call: Call, name: str, turns: Collection[Turn]) -> int:
+def where(call: Call, name: str, turns: Collection[DoubleBuffer]) -> int:
     """Address of an input or output of a call that changes `turns` when it has run."""
     if name not in call.outputs:
         return cuda(call.inputs[name]).now
@@ -191,7 +192,7 @@ def where(call: Call, name: str, turns: Collection[Turn]) -> int:
     return tensor.next if tensor.turn in turns else tensor.now
 
 
-def table(bound: Bound, planned: Planned, argument: Table | Addresses, places: Places) -> bytes:
+def table(bound: Bound, planned: Planned, argument: Table | PointerTable, places: Places) -> bytes:
     """The content of a table argument."""
     return content(argument, lambda port: address(bound, planned.step, port, places))
 
@@ -217,7 +218,7 @@ def arguments(
     )
 
 
-def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
+def _word(bound: Bound, planned: Planned, wanted: BufferOffset) -> int:
     """Address of the word that tells the place of some ports' values; 0 if they have one place."""
     found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
     if len(found) > 1:
@@ -228,24 +229,24 @@ def _word(bound: Bound, planned: Planned, wanted: Shift) -> int:
     return found.pop() if found else 0
 
 
-def _turn(bound: Bound, step: Step, port: str) -> Turn | None:
+def _turn(bound: Bound, step: Step, port: str) -> DoubleBuffer | None:
     """The turn of a port's tensor; None if it has one place."""
     name = step.ports.get(port, "")
     tensor = bound.call.inputs.get(name) or bound.call.outputs.get(name)
     return cuda(tensor).turn if tensor else None
 
 
-def untold(bound: Bound, planned: Planned) -> list[str]:
+def without_offset(bound: Bound, planned: Planned) -> list[str]:
     """Ports of a launch whose tensors have two places but whose place no argument tells."""
     told: set[str] = set()
     used: set[str] = set()
     for argument in planned.launch.arguments:
         match argument:
-            case At(port):
+            case Pointer(port):
                 used.add(port)
-            case Addresses(ports):
+            case PointerTable(ports):
                 used |= set(ports)
-            case Shift(ports):
+            case BufferOffset(ports):
                 told |= set(ports)
             case _:
                 pass

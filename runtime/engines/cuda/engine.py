@@ -20,7 +20,7 @@ from thor_dflash.package.launch_program import Program, Step, Weight, read
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.launch import AHEAD, Addresses, Launch, Scratch, Table
+from thor_dflash.plugins.launch import PREFETCHED, Launch, PointerTable, Scratch, Table
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import (
     Bound,
@@ -31,10 +31,10 @@ from thor_dflash.runtime.engines.cuda.binding import (
     bind,
     in_place,
     table,
-    untold,
+    without_offset,
 )
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Launcher
-from thor_dflash.runtime.engines.cuda.weight_loader import Files, Filler
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, Launcher
+from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
 from thor_dflash.runtime.engines.protocol import Call, Graph
 
 
@@ -52,13 +52,17 @@ class CudaEngine(Board):
     """Programs of one package directory on one device."""
 
     def __init__(
-        self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
+        self,
+        package: Path,
+        config: EngineConfig,
+        progress: Progress,
+        fill: WeightFiller | None = None,
     ) -> None:
         super().__init__(Driver(config.device), told=True)
         self.package = package
         self._config = config
         self._progress = progress
-        self._fill = fill or Files(package, progress)
+        self._fill = fill or FileWeights(package, progress)
         self._graphs: dict[str, CudaGraph] = {}
         self._bound: dict[int, Bound] = {}
         self._others: list[Call] = []
@@ -116,7 +120,7 @@ class CudaEngine(Board):
                 content = argument.values.tobytes()
                 if content not in found.tables:
                     found.tables[content] = self._arena.take("tables", len(content))
-            elif isinstance(argument, Addresses):
+            elif isinstance(argument, PointerTable):
                 found.spare.append(self._arena.take("tables", 8 * len(argument.ports)))
 
     def _place(self, base: int, found: Offsets) -> None:
@@ -139,13 +143,13 @@ class CudaEngine(Board):
         """
         for bound in bounds:
             for planned in bound.planned:
-                if ports := untold(bound, planned):
+                if ports := without_offset(bound, planned):
                     raise EngineError(
                         f"{bound.program.name}: {planned.step.name}: a kernel must be told where "
                         f"states with two places are (got none for {', '.join(ports)})"
                     )
                 for argument in planned.launch.arguments:
-                    if isinstance(argument, Addresses):
+                    if isinstance(argument, PointerTable):
                         made = table(bound, planned, argument, self._places)
                         at = self._arena.base + next(spare)
                         self._write_table(self._places.tables.setdefault(made, at), made)
@@ -173,7 +177,7 @@ class CudaEngine(Board):
 
     # ---- run -----------------------------------------------------------------------------
 
-    def _capture(self, calls: Sequence[Call]) -> Captured:
+    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
         launches: list[list[tuple[Planned, Arguments]]] = []
         for call in calls:
             bound = self._bound[id(call)]
@@ -184,7 +188,7 @@ class CudaEngine(Board):
         handover, graph = self._handover(calls), self._config.graphs
         return self._launcher.capture(name, launches, handover, graph=graph)
 
-    def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> Captured:
+    def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> CapturedGraph:
         """Capture some steps of prepared calls as one graph, for measurements. The values that they
         leave behind are meaningless. No weight is prefetched for a step that is left out.
         """
@@ -195,7 +199,7 @@ class CudaEngine(Board):
                 kept = [planned for planned in bound.planned if keep(planned.step)]
                 read = {planned.step.ports.get("packed") for planned in kept}
                 for planned in kept:
-                    out = () if planned.step.ports.get(AHEAD) in read else (AHEAD,)
+                    out = () if planned.step.ports.get(PREFETCHED) in read else (PREFETCHED,)
                     launches.append((planned, arguments(bound, planned, self._places, out)))
         self._tell(part)
         self._page.flush(self._page_at, self._ring)
@@ -205,7 +209,7 @@ class CudaEngine(Board):
             self._runs.latest = None  # the excerpt overwrites what the last run handed over
             captured.start()
 
-        return Captured("excerpt", self._driver, start)
+        return CapturedGraph("excerpt", self._driver, start)
 
     def place(self, call: Call, step: Step, port: str) -> int:
         """Device address of what a step of a prepared call reads or writes at a port."""

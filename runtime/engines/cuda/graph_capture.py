@@ -20,7 +20,7 @@ from thor_dflash.runtime.engines.cuda.binding import Planned
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class HostCopy:
     """A copy from the device to page-locked memory."""
 
     device: int
@@ -30,33 +30,33 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class Readback:
     """Copies to the host that are made while the rest of a step still runs."""
 
     after: int
     """Number of calls of the step after which they can be made."""
-    copies: tuple[Copy, ...]
+    copies: tuple[HostCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class CapturedReadback:
     """A handover as it was captured."""
 
     event: Any
     """Recorded when the copies of the run started last have been made."""
-    copies: Mapping[int, Copy]
+    copies: Mapping[int, HostCopy]
     """By device address."""
 
 
 @dataclass(slots=True)
-class Captured:
+class CapturedGraph:
     """A step that can be run again and again."""
 
     name: str
     """The names of its graphs, joined by "+"."""
     driver: Driver
     start: Callable[[], None]
-    handed: Handed | None = None
+    handed: CapturedReadback | None = None
     _spare: list[Any] = field(default_factory=list[Any])
     _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
@@ -117,10 +117,10 @@ class Launcher:
         self,
         name: str,
         calls: Sequence[Sequence[tuple[Planned, Arguments]]],
-        handover: Handover | None = None,
+        handover: Readback | None = None,
         *,
         graph: bool,
-    ) -> Captured:
+    ) -> CapturedGraph:
         """Capture the launches of some calls as one graph; or, with `graph` false, enqueue them for
         every run, without a handover.
         """
@@ -141,10 +141,10 @@ def capture(
     name: str,
     driver: Driver,
     calls: Sequence[Callable[[], None]],
-    handover: Handover | None = None,
+    handover: Readback | None = None,
     *,
     graph: bool,
-) -> Captured:
+) -> CapturedGraph:
     """Capture what `calls` enqueue as one graph; or, with `graph` false, call them for every run,
     without a handover.
 
@@ -152,19 +152,19 @@ def capture(
         EngineError: a call raised it, or did something that cannot be captured.
     """
     if not graph:
-        return Captured(name, driver, partial(_all, calls))
+        return CapturedGraph(name, driver, partial(_all, calls))
     with driver.all_or_nothing():
         made, handed = _graph(driver, calls, handover)
         executable = driver.make("cuGraphInstantiate", made, 0)
         driver.free(made)
         driver("cuGraphUpload", executable, driver.stream)
     start = partial(driver, "cuGraphLaunch", executable, driver.stream)
-    return Captured(name, driver, start, handed)
+    return CapturedGraph(name, driver, start, handed)
 
 
 def _graph(
-    driver: Driver, calls: Sequence[Callable[[], None]], handover: Handover | None
-) -> tuple[Any, Handed | None]:
+    driver: Driver, calls: Sequence[Callable[[], None]], handover: Readback | None
+) -> tuple[Any, CapturedReadback | None]:
     """Return the graph of what `calls` enqueue, and its handover."""
     modes, handed = driver.cu.CUstreamCaptureMode, None
     driver.capturing = True
@@ -194,7 +194,7 @@ def _all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
-def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
+def _hand_over(driver: Driver, copies: Sequence[HostCopy]) -> tuple[CapturedReadback, Any]:
     """Copy to the host on a side stream, in parallel with what the stream runs next. Also return an
     event that the stream must wait for before the capture ends.
     """
@@ -209,4 +209,4 @@ def _hand_over(driver: Driver, copies: Sequence[Copy]) -> tuple[Handed, Any]:
     external = marks.CU_EVENT_RECORD_EXTERNAL.value
     driver("cuEventRecordWithFlags", made, driver.beside, external)
     driver("cuEventRecord", back, driver.beside)
-    return Handed(made, {copy.device: copy for copy in copies}), back
+    return CapturedReadback(made, {copy.device: copy for copy in copies}), back

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from thor_dflash.core.tensors import Array, TensorSpec
-from thor_dflash.plugins.cuda.driver import Driver, Pinned
+from thor_dflash.plugins.cuda.driver import Driver, PinnedMemory
 
 SMALL = 16 << 10
 """Largest tensor that is put in the control page, bytes."""
@@ -29,11 +29,11 @@ SLOT = 16
 
 
 @dataclass(slots=True)
-class Ring:
+class StagingRing:
     """A ring buffer of page-locked memory for copies to the device."""
 
     driver: Driver
-    memory: Pinned
+    memory: PinnedMemory
     sent: int = 0
     """Number of copies so far."""
     _at: int = 0
@@ -84,7 +84,7 @@ class Ring:
         self._busy.clear()
 
 
-class Page:
+class ControlPage:
     """The control page as the host last wrote it, and which parts have yet to be sent.
 
     No kernel writes the first `own` bytes, so the device's copy of them is known: an unchanged
@@ -108,7 +108,7 @@ class Page:
         self._dirty[offset] = max(end, self._dirty.get(offset, 0))
         self._memory[offset:end] = data
 
-    def flush(self, base: int, ring: Ring) -> None:
+    def flush(self, base: int, ring: StagingRing) -> None:
         """Send what changed; adjacent pieces are sent in one copy."""
         if not self._dirty:
             return

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 
 
 @dataclass(slots=True)
-class Runs:
+class RunTimes:
     """Runs of captured steps, in order."""
 
-    latest: Captured | None = None
+    latest: CapturedGraph | None = None
     """The last run, as long as the values it handed over are current."""
     noted: list[float] | None = None
     """If set, the time of each run is also appended here, s."""
-    _running: list[Captured] = field(default_factory=list[Captured])
-    _ended: list[Captured] = field(default_factory=list[Captured])
+    _running: list[CapturedGraph] = field(default_factory=list[CapturedGraph])
+    _ended: list[CapturedGraph] = field(default_factory=list[CapturedGraph])
     _seconds: dict[str, float] = field(default_factory=dict[str, float])
     _left: bool = False
 
-    def run(self, captured: Captured) -> None:
+    def run(self, captured: CapturedGraph) -> None:
         """Enqueue a step."""
         captured.run()
         self._running.append(captured)

@@ -12,8 +12,8 @@ from thor_dflash.core.errors import PackageError
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Weight
-from thor_dflash.plugins.cuda.driver import Driver, Pinned
-from thor_dflash.plugins.launch import Site
+from thor_dflash.plugins.cuda.driver import Driver, PinnedMemory
+from thor_dflash.plugins.launch import CallSite
 
 PIECE = 16 << 20
 """Bytes per read."""
@@ -22,7 +22,7 @@ READERS = 4
 """Pieces read at once."""
 
 
-class Filler(Protocol):
+class WeightFiller(Protocol):
     """Puts the weights of a package into device memory."""
 
     def __call__(
@@ -30,7 +30,7 @@ class Filler(Protocol):
         driver: Driver,
         weights: Mapping[str, Weight],
         at: Mapping[str, int],
-        packed: Mapping[str, Site],
+        packed: Mapping[str, CallSite],
     ) -> None:
         """Fill every weight before returning.
 
@@ -42,7 +42,7 @@ class Filler(Protocol):
         ...
 
 
-class Files:
+class FileWeights:
     """Reads the weight files of a package."""
 
     def __init__(self, package: Path, progress: Progress) -> None:
@@ -54,7 +54,7 @@ class Files:
         driver: Driver,
         weights: Mapping[str, Weight],
         at: Mapping[str, int],
-        packed: Mapping[str, Site],
+        packed: Mapping[str, CallSite],
     ) -> None:
         """See Filler.
 
@@ -62,7 +62,7 @@ class Files:
             PackageError: a file cannot be read, or is shorter than the programs require.
         """
         total = sum(weight.nbytes for weight in weights.values())
-        free: SimpleQueue[Pinned] = SimpleQueue()
+        free: SimpleQueue[PinnedMemory] = SimpleQueue()
         for _ in range(READERS):
             free.put(driver.pinned(PIECE))
 

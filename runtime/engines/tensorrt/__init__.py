@@ -1,1 +1,1 @@
-"""The engine of a Jetson Thor: TensorRT engines whose custom layers are the rooms' kernels."""
+"""The engine of a Jetson Thor: TensorRT engines whose custom layers are the operators' kernels."""

@@ -13,7 +13,7 @@ REBUILD = "build the package here with `thor-dflash build`"
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class RuntimeFacts:
     """The machine this runs on."""
 
     tensorrt: str
@@ -25,7 +25,7 @@ class Here:
     """`plugins.tensorrt.node.fingerprint()`."""
 
 
-def check(plan: EngineDescription, here: Here, file: FileEntry | None) -> None:
+def check(plan: EngineDescription, here: RuntimeFacts, file: FileEntry | None) -> None:
     """Refuse an engine made for another machine, version or build.
 
     Args:
@@ -46,7 +46,7 @@ def check(plan: EngineDescription, here: Here, file: FileEntry | None) -> None:
         raise EngineError(f"{plan.name}: {'; '.join(problems)}; {REBUILD}")
 
 
-def _build(plan: EngineDescription, here: Here) -> Iterator[str]:
+def _build(plan: EngineDescription, here: RuntimeFacts) -> Iterator[str]:
     made = plan.made
     if made.tensorrt != here.tensorrt:
         yield (
@@ -60,7 +60,7 @@ def _build(plan: EngineDescription, here: Here) -> Iterator[str]:
         )
 
 
-def _machine(plan: EngineDescription, here: Here) -> Iterator[str]:
+def _machine(plan: EngineDescription, here: RuntimeFacts) -> Iterator[str]:
     made = plan.made
     if made.capability != here.capability:
         wanted, got = _dotted(made.capability), _dotted(here.capability)

@@ -39,10 +39,10 @@ from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of
 from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import cuda, where
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured, capture
-from thor_dflash.runtime.engines.cuda.weight_loader import Files, Filler
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
+from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
 from thor_dflash.runtime.engines.protocol import Call, Graph
-from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
+from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
 
 ALIGNMENT = 256
 """Alignment of every bound tensor, bytes. Source: setTensorAddress in NvInferRuntime.h."""
@@ -65,14 +65,18 @@ class TensorRTEngine(Board):
     """TensorRT engines of one package directory on one device."""
 
     def __init__(
-        self, package: Path, config: EngineConfig, progress: Progress, fill: Filler | None = None
+        self,
+        package: Path,
+        config: EngineConfig,
+        progress: Progress,
+        fill: WeightFiller | None = None,
     ) -> None:
         # TensorRT works in the primary context, which all libraries of a process share.
         super().__init__(Driver(config.device, shared=True), ALIGNMENT)
         self.package = package
         self._config = config
         self._progress = progress
-        self._fill = fill or Files(package, progress)
+        self._fill = fill or FileWeights(package, progress)
         self._messages = Messages()
         self._creators: tuple[Creator, ...] = ()
         self._graphs: dict[str, PlanGraph] = {}
@@ -94,7 +98,7 @@ class TensorRTEngine(Board):
         if name not in self._graphs:
             plan = sidecar.read(self.package, name)
             device = self.info.device
-            here = Here(
+            here = RuntimeFacts(
                 str(trt.__version__),
                 self.info.name,
                 device.capability,
@@ -166,13 +170,13 @@ class TensorRTEngine(Board):
     def _ready(self, call: Call, weights: Mapping[str, int], scratch: int, size: int) -> None:
         """Make the contexts of a call, one for each combination of places of its tensors."""
         touched = self._touched[id(call)]
-        before = [turn.front for turn in touched]
+        before = [turn.current for turn in touched]
         for fronts in itertools.product((0, 1), repeat=len(touched)):
             for turn, front in zip(touched, fronts, strict=True):
-                turn.front = front
+                turn.current = front
             self._contexts[id(call), fronts] = self._context(call, weights, scratch, size)
         for turn, front in zip(touched, before, strict=True):
-            turn.front = front
+            turn.current = front
 
     def _context(
         self, call: Call, weights: Mapping[str, int], scratch: int, size: int
@@ -249,10 +253,10 @@ class TensorRTEngine(Board):
 
     # ---- run -----------------------------------------------------------------------------
 
-    def _capture(self, calls: Sequence[Call]) -> Captured:
+    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
         each: list[Callable[[], None]] = []
         for call in calls:
-            fronts = tuple(turn.front for turn in self._touched[id(call)])
+            fronts = tuple(turn.current for turn in self._touched[id(call)])
             each.append(partial(self._enqueue, (id(call), fronts)))
             self._turn(call)
         name, graph = "+".join(call.graph.name for call in calls), self._config.graphs

@@ -18,11 +18,11 @@ from thor_dflash.builders.engine_limits import LANES
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.gdn.onnx_body import _unit
-from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, Body
+from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, FunctionBuilder
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 ROWS = 16
-Norm = Callable[[Body, str], str]
+Norm = Callable[[FunctionBuilder, str], str]
 NORMS: dict[str, Norm] = {
     "rms_norm": lambda b, x: onnx_math.rms_norm(b, x, b.f32(1.0), 1e-6, 0.0),
     "unit": _unit,
@@ -33,7 +33,7 @@ WIDTHS = [(heads, dim) for heads, dim in product((1, 2, 3, 4, 8), (5, 16, 17, 18
 
 def session(norm: Norm) -> ort.InferenceSession:
     """A session that norms x [rows, heads, dim] by head."""
-    b = Body()
+    b = FunctionBuilder()
     made = norm(b, "x")
     kind = ONNX_TYPE[DType.F32]
     ends = [helper.make_tensor_value_info(name, kind, (None,) * 3) for name in ("x", made)]

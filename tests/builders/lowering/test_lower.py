@@ -33,8 +33,8 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ALIGNMENT, ENDING, Program, read
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import DOMAIN, Attributes
-from thor_dflash.plugins.launch import Shaped, Site
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.launch import CallSite, Shaped
+from thor_dflash.plugins.registry import KERNELS
 
 NANO = Path(__file__).parents[3] / "models" / "planner-nano"
 
@@ -66,8 +66,8 @@ def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     for graph, program in zip(plan.graphs, plan.programs, strict=True):
         nodes = [n.name for n in graph.proto().graph.node if n.domain == DOMAIN]
-        rooms = [s.name for s in program.steps if RULES[s.op].op.type.startswith("Thor")]
-        assert [name for name in rooms if name in nodes] == nodes
+        made = [s.name for s in program.steps if KERNELS[s.op].op.type.startswith("Thor")]
+        assert [name for name in made if name in nodes] == nodes
         assert set(program.outputs) <= {n for s in program.steps for n in s.ports.values()}
 
 
@@ -77,7 +77,7 @@ def test_values_are_written_before_they_are_read(package: Path) -> None:
     for program in programs(package):
         known = {*program.inputs, *program.weights}
         for step in program.steps:
-            op = RULES[step.op].op
+            op = KERNELS[step.op].op
             attributes = Attributes({**op.attributes, **step.attributes})
             inputs = {port.name for port in op.inputs_of(attributes)}
             written = outputs | {port.name for port in op.outputs_of(attributes)}
@@ -246,9 +246,9 @@ def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
 def test_standard_nodes_that_no_kernel_takes_are_refused(
     room: str, ports: dict[str, tuple[DType, int]], said: str
 ) -> None:
-    rule = RULES[room]
+    rule = KERNELS[room]
     shaped = {port: Shaped(dtype, (16, width)) for port, (dtype, width) in ports.items()}
-    assert re.search(said, rule.refuse(Site(rule.op, Attributes({}), shaped)))
+    assert re.search(said, rule.refuse(CallSite(rule.op, Attributes({}), shaped)))
 
 
 def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_linear_taken_apart_computes_the_same() -> None:
         known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
         values = dict(case.inputs)
         for step in unfused([call], known):
-            op, a = RULES[step.room].op, step.attributes
+            op, a = KERNELS[step.room].op, step.attributes
             if step.room == "linear":  # nothing but the product
                 assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
                 assert "norm_weight" not in step.inputs, case.name

@@ -32,7 +32,7 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Program
 from thor_dflash.plugins.contract import DOMAIN, NEXT
 from thor_dflash.plugins.launch import THOR
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
 from thor_dflash.runtime.decoding.model_runner import cache_rows, ring_rows
 
@@ -77,7 +77,7 @@ def test_every_step_is_one_plugin_in_order_reading_and_writing_what_the_program_
         assert [layer.name for layer in layers] == [step.name for step in program.steps]
         for layer, step in zip(layers, program.steps, strict=True):
             node = layer.plugin.node
-            assert layer.kind == RULES[step.op].op.type == layer.plugin.plugin_name
+            assert layer.kind == KERNELS[step.op].op.type == layer.plugin.plugin_name
             tensors = dict(zip((*node.inputs, *node.outputs), (*layer.inputs, *layer.outputs),
                                strict=True))  # fmt: skip
             assert tensors.keys() == step.ports.keys() - {"kinds", "next_packed"}
@@ -136,7 +136,7 @@ def test_what_is_written_in_place_is_read_by_its_writer_alone(nano: Recorded) ->
         for layer in one.network.layers:
             names = [t.name for t in layer.outputs]
             ports = dict(zip(layer.plugin.node.outputs, names, strict=True))
-            in_place = RULES[layer.plugin.node.room].in_place
+            in_place = KERNELS[layer.plugin.node.op].in_place
             mine = {n for port, n in ports.items() if port in in_place and n.startswith(NEXT)}
             for state in (output.removeprefix(NEXT) for output in mine):
                 readers = [x for x in one.network.layers if state in {t.name for t in x.inputs}]

@@ -12,9 +12,9 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept import OP, Record
 from thor_dflash.plugins.accept.launch import MOST_ROWS, launches, refuse
 from thor_dflash.plugins.accept.reference import accept_case
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.head.argmax_launch import SLICE
-from thor_dflash.plugins.launch import THOR, Site
+from thor_dflash.plugins.launch import THOR, CallSite
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -22,16 +22,16 @@ WIDTHS = (1, 2, 7, 40, 333, 1280, SLICE - 1, SLICE, SLICE + 1, SLICE + 4, 2 * SL
 """Vocabularies of one slice and of several; rows that are 16-byte aligned and rows that are not."""
 
 
-def record(case: Case, seed: int = 0) -> Array:
+def record(case: OpCase, seed: int = 0) -> Array:
     """The record that the kernel writes, with the emulator's order of threads given by `seed`."""
     return launch(call_of(OP, case), Emulator(seed=seed))["record"]
 
 
-def reference(case: Case) -> Array:
+def reference(case: OpCase) -> Array:
     return OP.reference(case.inputs, OP.complete(case.attributes))["record"]
 
 
-def site(case: Case) -> Site:
+def site(case: OpCase) -> CallSite:
     return site_of(OP, case.attributes, {name: shaped(x) for name, x in case.inputs.items()})
 
 
@@ -73,7 +73,7 @@ def any_mask(rng: np.random.Generator, rows: int, limit: int) -> Array:
     return np.where(rng.random((rows, 1)) < 0.1, 0, words)
 
 
-def any_case(seed: int) -> Case:
+def any_case(seed: int) -> OpCase:
     rng = np.random.default_rng(seed)
     width = int(rng.choice(WIDTHS))
     rows = int(rng.choice([1, 2, 5, 16, 16, 32])) if width < SLICE else int(rng.integers(1, 5))

@@ -10,7 +10,7 @@ import pytest
 from stand_ins.fake_driver import fake
 
 from thor_dflash.plugins.cuda.compile import Cubin
-from thor_dflash.plugins.cuda.driver import Driver, Gate
+from thor_dflash.plugins.cuda.driver import Driver, DriverCalls
 from thor_dflash.plugins.cuda.enqueue import enqueue, working
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import H100, Launch, Scratch
@@ -28,7 +28,7 @@ def test_clusters_and_overlap_are_attributes_of_one_launch(
     overlap: bool, cluster: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = fake(monkeypatch)
-    gate = Gate()
+    gate = DriverCalls()
     launch = Launch("kernel", (8, 2, 1), 64, (), cluster=cluster)
     gate("cuStreamBeginCapture", 0, 0)
     enqueue(gate, 0, "kernel", launch, [("int", 3)], overlap=overlap)
@@ -60,7 +60,7 @@ def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
     monkeypatch.setattr(
         "thor_dflash.plugins.cuda.kernel_cache.load", lambda *_, **__: Cubin(b"", "")
     )
-    kernels = Kernels(Gate(), H100, tmp_path)
+    kernels = Kernels(DriverCalls(), H100, tmp_path)
     launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
     for _ in range(2):
         assert kernels.function(tmp_path / "kernel.cu", launch) == "kernel"

@@ -15,8 +15,8 @@ from stand_ins.fake_driver import OK, Fake, fake
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
 from thor_dflash.plugins.cuda import kernel_cache
-from thor_dflash.plugins.cuda.compile import ROOT, Cubin, Usage
-from thor_dflash.plugins.cuda.driver import Gate
+from thor_dflash.plugins.cuda.compile import ROOT, Cubin, KernelUsage
+from thor_dflash.plugins.cuda.driver import DriverCalls
 from thor_dflash.plugins.cuda.kernel_cache import COMPILERS, Kernels
 from thor_dflash.plugins.launch import H100, Launch
 
@@ -46,7 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def start(cubins: Path) -> None:
     """Compile and load a kernel as an engine that starts does."""
-    assert Kernels(Gate(), H100, cubins).function(SOURCE, LAUNCH) == "kernel"
+    assert Kernels(DriverCalls(), H100, cubins).function(SOURCE, LAUNCH) == "kernel"
 
 
 @pytest.mark.usefixtures("device")
@@ -164,7 +164,7 @@ def test_after_an_error_nothing_more_is_compiled(
     wanted = [(tmp_path / str(i), LAUNCH) for i in range(99)]
     with (
         pytest.raises(EngineError, match="no"),
-        Kernels(Gate(), H100, tmp_path).compiling(wanted) as images,
+        Kernels(DriverCalls(), H100, tmp_path).compiling(wanted) as images,
     ):
         images.load(lambda _: None)
     assert len(begun) <= 2 * COMPILERS
@@ -184,7 +184,7 @@ def test_what_several_launches_need_is_compiled_once(
     other = replace(LAUNCH, defines={"ROWS": 16})
     told: list[int] = []
     launches = [(SOURCE, LAUNCH), (SOURCE, other), (SOURCE, LAUNCH), (SOURCE, other)]
-    found = Kernels(Gate(), H100, tmp_path)
+    found = Kernels(DriverCalls(), H100, tmp_path)
     with found.compiling(launches) as images:
         assert len(images) == 2
         images.load(told.append)
@@ -227,4 +227,7 @@ ptxas info    : Function properties for second
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
 """
-    assert Cubin(b"", log).usage == {"first": Usage(40, 20, 1040), "second": Usage(255, 0, 0)}
+    assert Cubin(b"", log).usage == {
+        "first": KernelUsage(40, 20, 1040),
+        "second": KernelUsage(255, 0, 0),
+    }

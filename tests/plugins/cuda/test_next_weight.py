@@ -19,21 +19,21 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import (
-    AHEAD,
     H100,
-    MOST_AHEAD,
+    MOST_PREFETCHED,
+    PREFETCHED,
     THOR,
-    At,
+    CallSite,
     Device,
     Int,
+    Pointer,
     Shaped,
-    Site,
     Table,
-    ahead,
+    prefetch_next,
 )
 from thor_dflash.plugins.linear import decode_launch, layout, pack
 from thor_dflash.plugins.linear.launch import launches
-from thor_dflash.plugins.linear.layout import Kind
+from thor_dflash.plugins.linear.layout import WeightKind
 from thor_dflash.plugins.linear.partition import halves, partition
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 
@@ -57,10 +57,10 @@ def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.Monkey
     call = next(iter(of_few_rows(op).values()))
     launch(fetching(call), Emulator(0), THOR)
 
-    def more(site: object, blocks: int) -> tuple[At, Int]:
-        return At(AHEAD), Int((PACKED // blocks // 16 + 1) * 16)
+    def more(site: object, blocks: int) -> tuple[Pointer, Int]:
+        return Pointer(PREFETCHED), Int((PACKED // blocks // 16 + 1) * 16)
 
-    monkeypatch.setattr(MODULES[op.name], "ahead", more)
+    monkeypatch.setattr(MODULES[op.name], "prefetch_next", more)
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(fetching(call), Emulator(0), THOR)
 
@@ -83,14 +83,16 @@ def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
     counts: list[Array] = []
 
     def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
-        (weight,) = (b for b in buffers if b.name == AHEAD)
+        (weight,) = (b for b in buffers if b.name == PREFETCHED)
         weight.from_kernels = op is GDN  # then it is a fault to fetch before wait_for_previous
-        Emulator(1, AHEAD)(buffers, steps)
+        Emulator(1, PREFETCHED)(buffers, steps)
         counts.append(weight.data.copy())
 
     launch(call, backend, THOR)
     [found] = counts
-    (split,) = (one for one in rule_of(op).launches(call.site, THOR) if At(AHEAD) in one.arguments)
+    (split,) = (
+        one for one in rule_of(op).launches(call.site, THOR) if Pointer(PREFETCHED) in one.arguments
+    )
     all_but_rest = int(found.sum())
     assert PACKED - all_but_rest < 16 * math.prod(split.grid)
     np.testing.assert_array_equal(found, np.arange(PACKED) < all_but_rest)
@@ -99,11 +101,11 @@ def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
 @rooms
 def test_blocks_share_the_weight(op: Op) -> None:
     call = next(iter(of_few_rows(op).values()))
-    assert ahead(call.site, 128) == (At(AHEAD), Int(0))
-    for nbytes, share in ((100, 0), (128 * 31, 16), (MOST_AHEAD + 1, 196_608)):
+    assert prefetch_next(call.site, 128) == (Pointer(PREFETCHED), Int(0))
+    for nbytes, share in ((100, 0), (128 * 31, 16), (MOST_PREFETCHED + 1, 196_608)):
         site = fetching(call, nbytes).site
-        assert ahead(site, 128) == (At(AHEAD), Int(share))
-    assert MOST_AHEAD == 128 * 196_608
+        assert prefetch_next(site, 128) == (Pointer(PREFETCHED), Int(share))
+    assert MOST_PREFETCHED == 128 * 196_608
 
 
 def followed(name: str, product: str) -> Call:
@@ -136,7 +138,7 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
 @emulated
 def test_a_product_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     call = followed("more_norm_5_of_640", PRODUCTS[0])
-    size = call.inputs[AHEAD].nbytes // 512
+    size = call.inputs[PREFETCHED].nbytes // 512
     monkeypatch.setattr(decode_launch, "first_read", lambda *_: np.array([[1, size]], np.int32))
     with pytest.raises(EmulatorFault, match="prefetch"):
         launch(call, Emulator(0), THOR)
@@ -151,12 +153,12 @@ def test_a_product_fetches_what_every_block_asks_for_first(
     """Gate and up of the 27B, and two plain segments of the same size; and with
     one step of K, for one block of a cluster.
     """
-    plan = layout._layout(k, (Kind.NVFP4,) * 2, (17408, 17408), swiglu)
+    plan = layout._layout(k, (WeightKind.NVFP4,) * 2, (17408, 17408), swiglu)
     ports = {"x": Shaped(DType.BF16, (16, k)), "kinds": Shaped(DType.U8, (1, 1))}
     for i in range(1 if swiglu else 2):
         ports[f"y{i}"] = Shaped(DType.BF16, (16, 17408))
     epilogue = {"epilogue": "swiglu" if swiglu else "none", "segments": 2}
-    found = decode_launch.first_read(Site(LINEAR, LINEAR.complete(epilogue), ports), device)
+    found = decode_launch.first_read(CallSite(LINEAR, LINEAR.complete(epilogue), ports), device)
     fetched = np.zeros(plan.nbytes // 512, np.int8)
     for at, size in found.tolist():
         fetched[at : at + size] += 1
@@ -175,13 +177,13 @@ def test_a_product_fetches_what_every_block_asks_for_first(
 
 def test_more_than_the_most_is_not_fetched_at_all() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
-    site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
+    site = CallSite(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
     assert len(decode_launch.first_read(site, H100)) == 0
 
 
 def test_a_weight_may_have_more_bytes_than_an_int32_can_count() -> None:
     ports = {"x": Shaped(DType.BF16, (16, 65536)), "kinds": Shaped(DType.U8, (3,))}
-    site = Site(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
+    site = CallSite(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
     assert layout.layout(site).nbytes > 2**31
     pieces = decode_launch.first_read(site, H100)
     assert 2**22 * 0.9 < pieces[:, 0].max() < layout.layout(site).nbytes // 512

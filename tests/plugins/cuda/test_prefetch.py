@@ -7,7 +7,15 @@ import pytest
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN
 from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.launch import AHEAD, MOST_AHEAD, At, Int, Shaped, Site, ahead
+from thor_dflash.plugins.launch import (
+    MOST_PREFETCHED,
+    PREFETCHED,
+    CallSite,
+    Int,
+    Pointer,
+    Shaped,
+    prefetch_next,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,11 +24,14 @@ from thor_dflash.plugins.launch import AHEAD, MOST_AHEAD, At, Int, Shaped, Site,
         (None, 7, 0),
         (4096, 4, 1024),
         (1000, 7, 128),  # of 142: the hardware prefetches units of 16 bytes
-        (MOST_AHEAD + 4096, 16, MOST_AHEAD // 16),
+        (MOST_PREFETCHED + 4096, 16, MOST_PREFETCHED // 16),
     ],
 )
 def test_every_block_prefetches_an_equal_part_of_what_the_cache_holds(
     nbytes: int | None, blocks: int, each: int
 ) -> None:
-    ports = {} if nbytes is None else {AHEAD: Shaped(DType.U8, (nbytes,))}
-    assert ahead(Site(GDN, Attributes({}), ports), blocks) == (At(AHEAD), Int(each))
+    ports = {} if nbytes is None else {PREFETCHED: Shaped(DType.U8, (nbytes,))}
+    assert prefetch_next(CallSite(GDN, Attributes({}), ports), blocks) == (
+        Pointer(PREFETCHED),
+        Int(each),
+    )

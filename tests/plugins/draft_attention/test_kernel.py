@@ -15,10 +15,10 @@ from support.slab_outputs import leaving
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.context_kv import launch as context_kv
-from thor_dflash.plugins.contract import Attribute, Case
+from thor_dflash.plugins.contract import Attribute, OpCase
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_attention.launch import refuse
-from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
 from thor_dflash.plugins.linear.prologue_launch import SLAB
 
 BF16 = DType.BF16.numpy
@@ -46,7 +46,7 @@ def block(
     first: int = 0,
     rotary: int = 0,
     plain: DType = DType.F32,
-) -> Case:
+) -> OpCase:
     """A case of draft_attention. Slots of the rings that hold no context row are NaN."""
     rng = np.random.default_rng(length)
     x: dict[str, Array] = {
@@ -70,7 +70,7 @@ def block(
         "rotary_dim": rotary or dim,
         "causal": causal,
     }
-    return Case("", x, a)
+    return OpCase("", x, a)
 
 
 # rows, heads, kv heads, head dim, ring slots, length, window, causal[, first, rotary, norm's type]
@@ -132,7 +132,7 @@ def test_a_causal_row_does_not_know_how_many_follow(length: int) -> None:
     whole = launch(call_of(DRAFT_ATTENTION, case), Emulator(), H100)["o"]
     for rows in (1, 5, 15):
         inputs = {n: x[:rows] if n in ("q", "k", "v") else x for n, x in case.inputs.items()}
-        call = call_of(DRAFT_ATTENTION, Case("", inputs, case.attributes))
+        call = call_of(DRAFT_ATTENTION, OpCase("", inputs, case.attributes))
         part = launch(call, Emulator(), H100)["o"]
         np.testing.assert_array_equal(bits(part), bits(whole[:rows]))
 
@@ -151,12 +151,14 @@ def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) 
         assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
 
 
-def attention_site(**changed: Shaped | Attribute) -> Site:
+def attention_site(**changed: Shaped | Attribute) -> CallSite:
     case = block(16, 4, 2, 128, 272, 3, 256, 1)
     ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
     ports |= {n: x for n, x in changed.items() if isinstance(x, Shaped)}
     attributes = {n: x for n, x in changed.items() if not isinstance(x, Shaped)}
-    return Site(DRAFT_ATTENTION, DRAFT_ATTENTION.complete({**case.attributes, **attributes}), ports)
+    return CallSite(
+        DRAFT_ATTENTION, DRAFT_ATTENTION.complete({**case.attributes, **attributes}), ports
+    )
 
 
 def test_what_the_kernel_does_not_take_is_refused() -> None:
@@ -222,7 +224,7 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         "head_dim": dim,
         "rotary_dim": dim,
     }
-    got = run(CONTEXT_KV, Case("", x, a), Emulator(seed=2))
+    got = run(CONTEXT_KV, OpCase("", x, a), Emulator(seed=2))
     for i, n in enumerate(slots):
         untouched = np.setdiff1d(np.arange(n), np.arange(length, length + rows) % n)
         for name in (f"ring_k{i}", f"ring_v{i}"):
@@ -230,7 +232,7 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
 
 
-def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
+def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> CallSite:
     """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
     ports = {"length": Shaped(DType.I32, (1,))}
     for i in range(layers):
@@ -238,7 +240,7 @@ def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> Site:
         ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
         ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
     a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
-    return Site(CONTEXT_KV, a, ports)
+    return CallSite(CONTEXT_KV, a, ports)
 
 
 def test_context_that_the_kernel_does_not_take_is_refused() -> None:
@@ -261,7 +263,7 @@ def test_context_of_other_shapes_than_its_heads_is_refused(
 ) -> None:
     site = context_site(kv=2)
     ports = {**site.ports, name: Shaped(site.ports[name].dtype, shape)}
-    why = context_kv.refuse(Site(CONTEXT_KV, site.attributes, ports))
+    why = context_kv.refuse(CallSite(CONTEXT_KV, site.attributes, ports))
     assert why.startswith(f"context_kv.{name} must be [")
 
 
@@ -283,7 +285,7 @@ def test_angles_are_right_far_out(position: int) -> None:
         "ring_k0": np.zeros((1, 64, 128), BF16),
         "ring_v0": np.zeros((1, 64, 128), BF16),
     }
-    case = Case("", x, {"layers": 1, "kv_heads": 1})
+    case = OpCase("", x, {"layers": 1, "kv_heads": 1})
     call = call_of(CONTEXT_KV, case)
     got = launch(call, Emulator())["next_ring_k0"].astype(np.float64)
     rounding = 2.0**-9 * np.sqrt(128)

@@ -20,10 +20,10 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN, LINEAR
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.gdn.launch import refuse
-from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
 from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.launch import refuse as refuse_product
-from thor_dflash.plugins.linear.layout import Layout, _layout
+from thor_dflash.plugins.linear.layout import PackedLayout, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -93,7 +93,7 @@ def test_rows_that_gdn_cannot_finish_are_refused(
             ports[name] = Shaped(dtype, ports[name].shape)
         elif isinstance(dtype, tuple):
             ports[name] = Shaped(ports[name].dtype, dtype)
-    assert refuse(Site(GDN, type(site.attributes)(mode), ports)) == message
+    assert refuse(CallSite(GDN, type(site.attributes)(mode), ports)) == message
 
 
 @emulated
@@ -123,7 +123,7 @@ def test_any_cut_applies_the_factors_of_heads(
 ) -> None:
     """Items of different numbers of n-tiles, and blocks of different numbers of heads."""
 
-    def cut(plan: Layout, multiprocessors: int, *, by_head: bool) -> Partition:
+    def cut(plan: PackedLayout, multiprocessors: int, *, by_head: bool) -> Partition:
         assert by_head
         made = Partition(warps, each, parts, (), by_head)
         dealt = _dealt(plan, made, clusters(parts, multiprocessors, each), 1)
@@ -133,8 +133,8 @@ def test_any_cut_applies_the_factors_of_heads(
     monkeypatch.setattr(decode_launch, "partition", cut)
     call = taking(normed_case(rows, 11, 1344))
     three = Device((9, 0), 3)
-    [one] = decode_launch.few_launches(
-        call.site, three, decode_launch.Fused(decode_launch.Epilogue.RESIDUAL, ("y0",))
+    [one] = decode_launch.decode_launches(
+        call.site, three, decode_launch.FusedEpilogue(decode_launch.Epilogue.RESIDUAL, ("y0",))
     )
     assert (one.defines["HEAD_SCALE"], one.defines["ROW_SCALE"]) == (1, 0)
     got = launch(call, Emulator(rows), three)
@@ -209,13 +209,13 @@ def test_rows_without_the_factors_of_other_heads_are_refused() -> None:
     assert refuse_product(site) == ""
     rule = "must be of an NVFP4 product without swiglu, normed by heads of 128"
     other = Attributes({**site.attributes.values, "head_dim": 64})
-    why = refuse_product(Site(LINEAR, other, site.ports))
+    why = refuse_product(CallSite(LINEAR, other, site.ports))
     assert why == f"linear.x_squares {rule} (got head_dim 64)"
     fp8 = {**site.ports, "kinds": Shaped(DType.U8, (0, 2))}
-    why = refuse_product(Site(LINEAR, site.attributes, fp8))
+    why = refuse_product(CallSite(LINEAR, site.attributes, fp8))
     assert why == f"linear.x_squares {rule} (got head_dim 128)"
     short = {**site.ports, "x_squares": Shaped(DType.F32, (2, 16, 8))}
-    why = refuse_product(Site(LINEAR, site.attributes, short))
+    why = refuse_product(CallSite(LINEAR, site.attributes, short))
     assert why == "linear.x_squares must be (2, 32, 8) (got (2, 16, 8))"
 
 
@@ -229,7 +229,7 @@ def test_products_of_other_heads_do_not_take_unscaled_rows(
     case = normed_case(2, 2, 128)
     attributes = LINEAR.complete({**case.attributes, **change})
     ports = {name: shaped(x) for name, x in case.inputs.items()}
-    assert decode_launch.takes_heads(Site(LINEAR, attributes, ports)) == takes
+    assert decode_launch.takes_heads(CallSite(LINEAR, attributes, ports)) == takes
     for kind in (DType.FP8, DType.BF16, DType.F16):
         other = {**ports, "weight0": Shaped(kind, (128, 256))}
-        assert not decode_launch.takes_heads(Site(LINEAR, attributes, other))
+        assert not decode_launch.takes_heads(CallSite(LINEAR, attributes, other))

@@ -17,7 +17,7 @@ from support.received_loads import tells
 from support.sites_27b import sites
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.gdn.launch import launches, refuse
@@ -29,13 +29,13 @@ CHUNK_ERROR = 5e-5
 """The same of a prefill, whose products take each factor as a pair of bf16: an error of 2^-16."""
 
 
-def outputs(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+def outputs(case: OpCase, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
     with np.errstate(invalid="ignore"):  # the reference of poisoned rows
         call = call_of(OP, case)
     return launch(call, Emulator(seed=seed), device)
 
 
-def check(case: Case, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
+def check(case: OpCase, device: Device = THOR, seed: int = 0) -> Mapping[str, Array]:
     """Run a case, poisoned, and compare with the reference; float32 outputs more closely."""
     got = outputs(poisoned(case), device, seed)
     want = OP.reference(case.inputs, OP.complete(case.attributes))
@@ -81,7 +81,7 @@ def test_a_state_is_saved_after_every_row(accepted: int) -> None:
 def test_each_plain_parameter_has_a_type_of_its_own(narrow: tuple[str, ...]) -> None:
     case = case_of(11, 3, 2, 1)
     bf16 = {n: case.inputs[n].astype(DType.BF16.numpy) for n in narrow}
-    check(Case(case.name, {**case.inputs, **bf16}, case.attributes))
+    check(OpCase(case.name, {**case.inputs, **bf16}, case.attributes))
 
 
 def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
@@ -89,10 +89,10 @@ def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
     return {n.removeprefix("next_"): v[keep] for n, v in got.items() if n.startswith("next_record")}
 
 
-def after(case: Case, more: Mapping[str, Array], accepted: int) -> Case:
+def after(case: OpCase, more: Mapping[str, Array], accepted: int) -> OpCase:
     """The case with other states and records, and another number of records to fold."""
     count = np.array([accepted], np.int32)
-    return Case(case.name, {**case.inputs, **more, "accepted": count}, case.attributes)
+    return OpCase(case.name, {**case.inputs, **more, "accepted": count}, case.attributes)
 
 
 def test_rows_folded_at_once_one_by_one_or_in_their_block_give_the_same_bits() -> None:
@@ -104,7 +104,7 @@ def test_rows_folded_at_once_one_by_one_or_in_their_block_give_the_same_bits() -
     alone: list[Array] = []
     for t in range(rows):
         row = {n: case.inputs[n][t : t + 1] for n in ("qkv", "b", "a")}
-        got = outputs(Case("", {**now.inputs, **row}, case.attributes))
+        got = outputs(OpCase("", {**now.inputs, **row}, case.attributes))
         alone.append(got["o"])
         now = after(case, {**_state(got), **records_of(got, slice(None))}, 1)
     step = outputs(now)
@@ -117,7 +117,7 @@ def test_rows_folded_at_once_one_by_one_or_in_their_block_give_the_same_bits() -
         n.removeprefix("next_"): v for n, v in start.items()
     }
     inputs = {n: v for n, v in inputs.items() if n not in ("record_k", "record_d", "record_decay")}
-    states = outputs(after(Case("", inputs, saved.attributes), {}, 0))["next_states"]
+    states = outputs(after(OpCase("", inputs, saved.attributes), {}, 0))["next_states"]
     assert states[-1].tobytes() == once["next_state"].tobytes()
 
 
@@ -164,7 +164,7 @@ def test_a_prefill_of_keys_that_are_alike_and_states_that_never_fade() -> None:
     qkv = case.inputs["qkv"].copy()
     qkv[:, 128:256] = (3 + 0.3 * qkv[:, 128:256].astype(np.float32)).astype(qkv.dtype)
     slow = {"a_log": np.full(2, -9, np.float32), "b": np.full_like(case.inputs["b"], 5)}
-    check(Case(case.name, {**case.inputs, **slow, "qkv": qkv}, case.attributes))
+    check(OpCase(case.name, {**case.inputs, **slow, "qkv": qkv}, case.attributes))
 
 
 def test_a_prefill_of_decays_from_none_to_all() -> None:
@@ -174,7 +174,7 @@ def test_a_prefill_of_decays_from_none_to_all() -> None:
     case = prefill(case_of(2, 64, 4, 1, (1, 3), mode="prefill"), 64)
     steep = case.inputs["a"].astype(np.float32) * 40 - 20
     a = steep.astype(case.inputs["a"].dtype)
-    check(Case(case.name, {**case.inputs, "a": a}, case.attributes))
+    check(OpCase(case.name, {**case.inputs, "a": a}, case.attributes))
 
 
 def test_a_prefill_of_any_ratio_of_heads() -> None:
@@ -194,7 +194,7 @@ def test_a_prefill_folds_with_the_same_bits_as_a_verify() -> None:
         case = prefill(case_of(6, 1, 5, 4, mode=mode), 1)
         still = {n: np.full_like(case.inputs[n], -1e4) for n in "ab"}
         x = {n: v for n, v in case.inputs.items() if mode == "prefill" or n != "valid"}
-        states.append(outputs(Case("", x | still, case.attributes))["next_state"])
+        states.append(outputs(OpCase("", x | still, case.attributes))["next_state"])
     assert states[0].tobytes() == states[1].tobytes()
 
 
@@ -229,7 +229,7 @@ def test_states_are_read_before_the_previous_kernel_has_ended(
 def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
     """Earlier, its blocks and what they read would delay the rows."""
     waits = r"copy_async_wait<0>|barriers\.made\(0\)|barriers\.fetched\(\)|wait_for_previous"
-    before = (OP.room / "decode.cu").read_text().split("let_next_start();")[:-1]
+    before = (OP.folder / "decode.cu").read_text().split("let_next_start();")[:-1]
     last = [re.findall(waits, text)[-1] for text in before]
     assert last == ["barriers.made(0)", "copy_async_wait<0>"]
 
@@ -255,7 +255,7 @@ def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
     long = prefill(case_of(8, 160, 4, 2, mode="prefill"), 150)
     want = outputs(long)["o"]
     short = {n: long.inputs[n][:70] for n in ("qkv", "b", "a")}
-    got = outputs(prefill(Case("", {**long.inputs, **short}, long.attributes), 66))["o"]
+    got = outputs(prefill(OpCase("", {**long.inputs, **short}, long.attributes), 66))["o"]
     assert got[:66].tobytes() == want[:66].tobytes()
     assert not got[66:].any()
 
@@ -276,7 +276,7 @@ def test_other_dimensions_are_refused(change: dict[str, int], message: str) -> N
     assert message in refuse(changed)
 
 
-def refusal(case: Case, **kinds: np.typing.DTypeLike) -> str:
+def refusal(case: OpCase, **kinds: np.typing.DTypeLike) -> str:
     """Why the kernels do not take the case with other types of some inputs; empty if they do."""
     inputs = {n: shaped(x.astype(kinds.get(n, x.dtype))) for n, x in case.inputs.items()}
     return refuse(site_of(OP, case.attributes, inputs))
@@ -342,5 +342,5 @@ def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device, kept: int
     (one,) = launches(site, device)
     arch = architecture(device.capability)
     defines = {**one.defines, "NEXT": kept}  # whether rows are left for the next product
-    usage = usage_of(OP.room / one.source, defines, arch)[one.kernel]
+    usage = usage_of(OP.folder / one.source, defines, arch)[one.kernel]
     assert 2 * one.threads * usage.registers <= 65536

@@ -12,7 +12,7 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.argmax_launch import SLICE, best_launches
 from thor_dflash.plugins.head.launch import launches, refuse
-from thor_dflash.plugins.launch import THOR, Argument, At, Scratch, Shaped, Site
+from thor_dflash.plugins.launch import THOR, Argument, CallSite, Pointer, Scratch, Shaped
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -20,11 +20,11 @@ WIDTHS = (1, 3, 96, 1280, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 36)
 """Rows of one slice and of several; rows that are 16-byte aligned and rows that are not."""
 
 
-def site(logits: Array, vocab: int, id_map: Array | None) -> Site:
+def site(logits: Array, vocab: int, id_map: Array | None) -> CallSite:
     ports = {"sums": shaped(logits), "best": Shaped(DType.I32, (len(logits),))}
     if id_map is not None:
         ports["id_map"] = shaped(id_map)
-    return Site(OP, OP.complete({"vocab": vocab}), ports)
+    return CallSite(OP, OP.complete({"vocab": vocab}), ports)
 
 
 def best(logits: Array, vocab: int = 0, id_map: Array | None = None, seed: int = 0) -> Array:
@@ -39,14 +39,14 @@ def best(logits: Array, vocab: int = 0, id_map: Array | None = None, seed: int =
 
     def value(argument: Argument) -> Value:
         match argument:
-            case At(port):
+            case Pointer(port):
                 return buffers.get(port)
             case Scratch(name, nbytes, zeroed):
                 return buffers.setdefault(name, buffer(name, nbytes, 0 if zeroed else 0xFF))
             case _:
                 return argument
 
-    step = Step(OP.room / launch.source, launch, tuple(map(value, launch.arguments)))
+    step = Step(OP.folder / launch.source, launch, tuple(map(value, launch.arguments)))
     Emulator(seed=seed)([*buffers.values()], [step])
     assert not buffers["best_arrivals"].data.any()
     return buffers["best"].data.view(np.int32)
@@ -133,12 +133,12 @@ def test_rows_and_their_padding_may_end_anywhere(width: int, vocab: int) -> None
     np.testing.assert_array_equal(best(logits, vocab), reference(logits, vocab))
 
 
-def head_site(t: int, k: int, v: int, **types: DType) -> Site:
+def head_site(t: int, k: int, v: int, **types: DType) -> CallSite:
     """A head's call with bf16 weights, apart from the types of some ports; nobody reads `best`."""
     ports = {"x": (t, k), "norm_weight": (k,), "weight0": (v, k), "logits": (t, v)}
     known = {"logits": DType.F32, **types}
     shaped_ports = {n: Shaped(known.get(n, DType.BF16), shape) for n, shape in ports.items()}
-    return Site(OP, OP.complete({}), shaped_ports)
+    return CallSite(OP, OP.complete({}), shaped_ports)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def head_site(t: int, k: int, v: int, **types: DType) -> Site:
         ),
     ],
 )
-def test_what_the_kernels_do_not_take_is_refused(at: Site, why: str) -> None:
+def test_what_the_kernels_do_not_take_is_refused(at: CallSite, why: str) -> None:
     assert refuse(at) == why
 
 
 def test_ids_that_nobody_reads_are_not_searched_for() -> None:
     at = head_site(16, 64, 96)
     unread, _ = packed(at, {})
-    read = Site(OP, at.attributes, {**unread.ports, "best": Shaped(DType.I32, (16,))})
+    read = CallSite(OP, at.attributes, {**unread.ports, "best": Shaped(DType.I32, (16,))})
     names = [[one.kernel for one in launches(site, THOR)] for site in (unread, read)]
     assert names[1] == [*names[0], "head_best"]
     assert "head_best" not in names[0]
@@ -175,6 +175,6 @@ def test_ids_that_nobody_reads_are_not_searched_for() -> None:
 def test_one_launch_over_the_rows_that_may_be_chosen() -> None:
     for vocab, slices in ((0, 31), (65536, 8)):
         ports = {"sums": Shaped(DType.F32, (16, 248320)), "best": Shaped(DType.I32, (16,))}
-        at = Site(OP, OP.complete({"vocab": vocab}), ports)
+        at = CallSite(OP, OP.complete({"vocab": vocab}), ports)
         (launch,) = best_launches(at, THOR, "sums")
         assert launch.grid == (slices, 16, 1)

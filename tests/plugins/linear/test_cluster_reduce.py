@@ -10,7 +10,7 @@ from support import kernel_runner
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import HEAD, LINEAR
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.head import launch
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear.layout import layout
@@ -37,7 +37,7 @@ def test_equal_columns_have_equal_sums(kind: str, columns: int, lanes: int, rows
     }
     for name, value in weight_case(rng, kind, columns, 384).items():
         inputs[name] = np.repeat(value[:1], columns, axis=0)
-    call = kernel_runner.call_of(HEAD, Case("equal", inputs, {"norm_offset": 1.0}))
+    call = kernel_runner.call_of(HEAD, OpCase("equal", inputs, {"norm_offset": 1.0}))
     on = Device((9, 0), 1)
     [product] = [step for step in launch.launches(call.site, on) if "LANES" in step.defines]
     assert (product.defines["LANES"], product.defines["WARPS"]) == (lanes, 8)
@@ -57,7 +57,7 @@ def test_columns_that_are_padding_have_no_squares(rows: int) -> None:
         **weight_case(rng, "nvfp4", 96, 256),
     }
     call = kernel_runner.call_of(
-        LINEAR, Case("three", inputs, {"epilogue": "residual"}), y_squares=True
+        LINEAR, OpCase("three", inputs, {"epilogue": "residual"}), y_squares=True
     )
     assert call.want["y0_squares"].shape[0] == 3
     kernel_runner.compare(
@@ -74,7 +74,7 @@ def test_every_cluster_counts_its_own_items(rows: int) -> None:
     rng = np.random.default_rng(rows)
     x = {"x": rng.standard_normal((rows, 256)).astype(BF16)}
     call = kernel_runner.call_of(
-        LINEAR, Case("counted", x | weight_case(rng, "nvfp4", 1536, 256), {})
+        LINEAR, OpCase("counted", x | weight_case(rng, "nvfp4", 1536, 256), {})
     )
     cut = partition(layout(call.site), 2)
     assert [len(items) for items in cut.clusters] == [3, 3]

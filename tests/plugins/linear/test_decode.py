@@ -18,20 +18,27 @@ from support.slab_outputs import leaving
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Attributes, Case
-from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.contract import Attributes, OpCase
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
 from thor_dflash.plugins.linear import launch
-from thor_dflash.plugins.linear.layout import NARROW, TILE, Kind, Layout, _layout, layout
+from thor_dflash.plugins.linear.layout import (
+    NARROW,
+    TILE,
+    PackedLayout,
+    WeightKind,
+    _layout,
+    layout,
+)
 from thor_dflash.plugins.linear.pack import pack, packed
 from thor_dflash.plugins.linear.partition import Partition, clusters, halves, partition
 from thor_dflash.plugins.linear.reference import NEAR_ZERO, near_zero, weight_case
 
 SMALL = Device((9, 0), 12)
-Sixteen = tuple[int, Kind, bool]
+Sixteen = tuple[int, WeightKind, bool]
 """16 packed columns: the first one, their kind, and whether they are a narrow tile."""
 
 
-def made(plan: Layout, cut: Partition) -> list[Sixteen]:
+def made(plan: PackedLayout, cut: Partition) -> list[Sixteen]:
     """All columns that the items compute, in order, without padding."""
     found = []
     for item in (item for items in cut.clusters for item in items):
@@ -43,7 +50,7 @@ def made(plan: Layout, cut: Partition) -> list[Sixteen]:
     return sorted(s for s in found if there(plan, s))
 
 
-def wanted(plan: Layout) -> list[Sixteen]:
+def wanted(plan: PackedLayout) -> list[Sixteen]:
     """All columns of a layout, in order, without padding."""
     return [
         sixteen
@@ -53,12 +60,12 @@ def wanted(plan: Layout) -> list[Sixteen]:
     ]
 
 
-def there(plan: Layout, sixteen: Sixteen) -> bool:
+def there(plan: PackedLayout, sixteen: Sixteen) -> bool:
     """Whether these columns are not just padding."""
     return any(plan.strips[sixteen[0] // 8 :][:2])
 
 
-def streamed(plan: Layout, cut: Partition) -> list[float]:
+def streamed(plan: PackedLayout, cut: Partition) -> list[float]:
     """Bytes of weight that are read by the block of each cluster with the longest range of K."""
     longest = max(map(len, halves(plan, cut.parts)))
     return [
@@ -91,7 +98,7 @@ def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
     steps: of whole steps for NVFP4, of slots for the other kinds.
     """
     for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
-        kind, tiles = Kind(rest & 3), rest >> 8 & 255
+        kind, tiles = WeightKind(rest & 3), rest >> 8 & 255
         if kind is N4:
             for step in range(-(-count // 2)):
                 yield 512 * (offset + stride * step), tiles * kind.step_bytes
@@ -143,12 +150,14 @@ def test_blocks_read_about_equally_many_bytes(shape: str, device: Device) -> Non
 
 @given(
     st.integers(1, 40),
-    st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 90)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(WeightKind), st.integers(1, 90)), min_size=1, max_size=4),
     st.integers(1, 50),
 )
 # Here the rest is cut anew from the second half of a bf16 n-tile on.
-@example(1, [(N4, 1), (N4, 1), (N4, 31), (Kind.BF16, 17)], 2)
-def test_any_layout_is_cut_whole(k: int, segments: list[tuple[Kind, int]], count: int) -> None:
+@example(1, [(N4, 1), (N4, 1), (N4, 31), (WeightKind.BF16, 17)], 2)
+def test_any_layout_is_cut_whole(
+    k: int, segments: list[tuple[WeightKind, int]], count: int
+) -> None:
     kinds, widths = zip(*segments, strict=True)
     plan = _layout(16 * k, tuple(kinds), tuple(8 * w for w in widths), False)
     assert made(plan, partition(plan, count)) == wanted(plan)
@@ -163,7 +172,7 @@ def test_segments_may_end_inside_a_strip(rows: int) -> None:
     }
     for i, (n, make) in enumerate(((128, nvfp4), (64, nvfp4), (4, bf16), (6, bf16))):
         inputs |= {f"{name}{i}": value for name, value in make(rng, n, 320).items()}
-    case = Case("thin", inputs, {"segments": 4, "norm_offset": 1.0})
+    case = OpCase("thin", inputs, {"segments": 4, "norm_offset": 1.0})
     kernel_runner.run(LINEAR, case, Emulator(0))
 
 
@@ -179,7 +188,7 @@ def test_a_block_may_have_any_number_of_items(rows: int, seed: int, n: int, item
         "residual": rng.normal(0, 1, (rows, n)).astype(BF16),
         **{f"{name}0": value for name, value in nvfp4(rng, n, 384).items()},
     }
-    case = Case("many", inputs, {"epilogue": "residual"})
+    case = OpCase("many", inputs, {"epilogue": "residual"})
     call = kernel_runner.call_of(LINEAR, case, y_squares=True)
     device = Device((9, 0), 1)
     assert partition(_layout(384, (N4,), (n,), False), 1).most_items == items
@@ -202,7 +211,7 @@ def test_an_item_of_any_kind_may_follow_another(
     """
     rng = np.random.default_rng(n)
     inputs = {"x": rng.normal(0, 1, (rows, k)).astype(BF16), **weight_case(rng, kind, n, k)}
-    call = kernel_runner.call_of(LINEAR, Case("following", inputs, {}))
+    call = kernel_runner.call_of(LINEAR, OpCase("following", inputs, {}))
     cut = partition(layout(call.site), 1)
     [items] = cut.clusters
     assert (cut.warps, cut.parts, [item.piece.tiles for item in items]) == (8, parts, tiles)
@@ -221,17 +230,19 @@ def test_warps_without_an_n_tile_keep_step_with_the_others(seed: int) -> None:
     inputs: dict[str, Array] = {"x": rng.normal(0, 1, (16, 128)).astype(BF16)}
     for i, (n, make) in enumerate(((448, nvfp4), (128, bf16))):
         inputs |= {f"{name}{i}": value for name, value in make(rng, n, 128).items()}
-    call = kernel_runner.call_of(LINEAR, Case("narrowing", inputs, {"segments": 2}))
-    [items] = partition(_layout(128, (N4, Kind.BF16), (448, 128), False), 1).clusters
+    call = kernel_runner.call_of(LINEAR, OpCase("narrowing", inputs, {"segments": 2}))
+    [items] = partition(_layout(128, (N4, WeightKind.BF16), (448, 128), False), 1).clusters
     assert [item.piece.tiles for item in items] == [4, 3, 1, 1]
     kernel_runner.compare(
         LINEAR, kernel_runner.launch(call, Emulator(seed), Device((9, 0), 1)), call.want
     )
 
 
-def site(ports: Mapping[str, Array], outputs: Mapping[str, Shaped], **attributes: object) -> Site:
+def site(
+    ports: Mapping[str, Array], outputs: Mapping[str, Shaped], **attributes: object
+) -> CallSite:
     shaped = {name: Shaped(DType.of(value), value.shape) for name, value in ports.items()}
-    return Site(LINEAR, LINEAR.complete(attributes), {**shaped, **outputs})  # type: ignore[arg-type]
+    return CallSite(LINEAR, LINEAR.complete(attributes), {**shaped, **outputs})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32])
@@ -244,12 +255,12 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     weight = rng.normal(0, 0.2, 656).astype(BF16)
     inputs = {"x": x, "norm_weight": weight}
     inputs |= {f"{name}0": value for name, value in nvfp4(rng, 320, 656).items()}
-    case = Case("normed", inputs, {"norm_offset": 1.0, "norm_eps": NEAR_ZERO**2})
+    case = OpCase("normed", inputs, {"norm_offset": 1.0, "norm_eps": NEAR_ZERO**2})
     call = kernel_runner.call_of(LINEAR, case, x_squares=True)
     normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
     given = kernel_runner.slabs(normed)
     ports = {**call.site.ports, "x_slabs": kernel_runner.shaped(given)}
-    given_site = Site(call.site.op, call.site.attributes, ports)
+    given_site = CallSite(call.site.op, call.site.attributes, ports)
     [one] = launch.launches(given_site, H100)
     assert one.defines["ROW_SCALE"] == 1
     call = replace(call, site=given_site, inputs={**call.inputs, "x_slabs": given})
@@ -268,7 +279,7 @@ def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> 
         **{f"{name}0": value for name, value in nvfp4(rng, 640, 384).items()},
     }
     call = kernel_runner.call_of(
-        LINEAR, Case("next", inputs, {"epilogue": "residual"}), y_squares=True
+        LINEAR, OpCase("next", inputs, {"epilogue": "residual"}), y_squares=True
     )
     weight = rng.normal(0, 0.2, 640).astype(np.float32 if wide else BF16)
     left = kernel_runner.slabs((call.want["y0"] * (1 + weight.astype(np.float64))).astype(BF16))
@@ -280,7 +291,7 @@ def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> 
     attributes = Attributes({**call.site.attributes.values, "next_norm_offset": 1.0})
     call = replace(
         call,
-        site=Site(LINEAR, attributes, ports),
+        site=CallSite(LINEAR, attributes, ports),
         inputs={**call.inputs, "next_norm_weight": weight},
         want={**call.want, "y0_slabs": left},
     )
@@ -303,7 +314,7 @@ def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None
         inputs |= {f"{name}{i}": value for name, value in nvfp4(rng, 320, 192).items()}
     if epilogue == "residual":
         inputs["residual"] = rng.normal(0, 1, (rows, 320)).astype(BF16)
-    case = Case("left", inputs, {"epilogue": epilogue, "segments": segments})
+    case = OpCase("left", inputs, {"epilogue": epilogue, "segments": segments})
     call = leaving(kernel_runner.call_of(LINEAR, case), "y0")
     got = kernel_runner.launch(call, Emulator(rows), SMALL)
     kernel_runner.compare(LINEAR, got, call.want)
@@ -318,7 +329,7 @@ def test_the_norm_may_be_over_heads_of_any_width(head: int) -> None:
         "norm_weight": rng.normal(0, 1, head).astype(BF16),
         **{f"{name}0": value for name, value in nvfp4(rng, 64, 768).items()},
     }
-    kernel_runner.run(LINEAR, Case("heads", inputs, {"head_dim": head}), Emulator(head))
+    kernel_runner.run(LINEAR, OpCase("heads", inputs, {"head_dim": head}), Emulator(head))
 
 
 @pytest.mark.parametrize("port", ["x", "gate", "residual"])
@@ -381,7 +392,7 @@ def test_what_the_kernels_cannot_compute_is_refused(
     why: str,
 ) -> None:
     ports = {"x": Shaped(DType.BF16, (2, 96)), "weight0": Shaped(DType.BF16, (64, 96))}
-    call = Site(LINEAR, LINEAR.complete(attributes), {**ports, port: Shaped(dtype, shape)})
+    call = CallSite(LINEAR, LINEAR.complete(attributes), {**ports, port: Shaped(dtype, shape)})
     assert launch.refuse(call) == f"linear.{why}"
 
 

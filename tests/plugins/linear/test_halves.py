@@ -12,14 +12,14 @@ from support import kernel_runner
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.linear.layout import Kind, _layout
+from thor_dflash.plugins.linear.layout import WeightKind, _layout
 from thor_dflash.plugins.linear.partition import Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
 
 BF16 = DType.BF16.numpy
-N4 = Kind.NVFP4
+N4 = WeightKind.NVFP4
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -33,16 +33,16 @@ THIN = (("nvfp4", 256), ("bfloat16", 48), ("bfloat16", 44))
 full."""
 
 
-def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> Case:
+def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> OpCase:
     rng = np.random.default_rng(rows)
     inputs: dict[str, Array] = {"x": rng.standard_normal((rows, k)).astype(BF16)}
     for i, (kind, n) in enumerate(segments):
         inputs |= weight_case(rng, kind, n, k, i)
-    return Case("thin", inputs, {"segments": len(segments)})
+    return OpCase("thin", inputs, {"segments": len(segments)})
 
 
 def thin_cut(k: int, on: Device) -> Partition:
-    kinds = tuple(N4 if kind == "nvfp4" else Kind.BF16 for kind, _ in THIN)
+    kinds = tuple(N4 if kind == "nvfp4" else WeightKind.BF16 for kind, _ in THIN)
     plan = _layout(k, kinds, tuple(n for _, n in THIN), False)
     return partition(plan, on.multiprocessors)
 

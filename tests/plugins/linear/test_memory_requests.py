@@ -21,8 +21,8 @@ from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.launch import THOR, Shaped
 from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.launch import launches
-from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
-from thor_dflash.plugins.linear.partition import Item, Partition, first_items, partition
+from thor_dflash.plugins.linear.layout import PackedLayout, WeightKind, _layout
+from thor_dflash.plugins.linear.partition import Partition, WorkTile, first_items, partition
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = "linear_probes.cu"
@@ -30,7 +30,7 @@ UNIT = 64
 """Bytes whose requests are counted together, as in the probes."""
 COMMON = {"WARPS": 8, "PARTS": 2, "MANY": 1, "TILES": 0, "LANES": 4, "EPILOGUE": 0, "ROW_SCALE": 0}
 COMMON |= {"LOADED": 2, "HEAD_SCALE": 0, "K_SIZE": 128}
-FP8, BF16 = Kind.FP8, Kind.BF16
+FP8, BF16 = WeightKind.FP8, WeightKind.BF16
 
 
 def probe(
@@ -50,7 +50,7 @@ def probe(
     runner.probe(PROBES, kernel, *arguments, blocks=grid, threads=threads, **known)
 
 
-def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[Array, Array]:
+def requested(plan: PackedLayout, cut: Partition, rows: int, first: int = 0) -> tuple[Array, Array]:
     """How often each UNIT of a packed weight, from byte `first` on, is requested by the clusters
     whose pieces lie there, as data read once and as data that others read too; and of the rows, by
     each cluster.
@@ -69,7 +69,7 @@ def requested(plan: Layout, cut: Partition, rows: int, first: int = 0) -> tuple[
 
 MIXED = 1152, (N4, FP8, BF16), (320, 192, 64), False
 GATE_UP = 128, (N4, N4), (17_408, 17_408), True
-Product = tuple[int, tuple[Kind, ...], tuple[int, ...], bool]
+Product = tuple[int, tuple[WeightKind, ...], tuple[int, ...], bool]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ TWO_RUNS = 400, (N4, FP8, N4), (1600, 64, 832), False
     ],
 )  # fmt: skip
 def test_first_items_are_computed_as_the_table_has_them(
-    shape: Product, multiprocessors: int, loaded: int, kinds: set[Kind]
+    shape: Product, multiprocessors: int, loaded: int, kinds: set[WeightKind]
 ) -> None:
     """Full groups and shorter ones, after clusters with other items."""
     plan = _layout(*shape)
@@ -121,16 +121,16 @@ def test_items_are_loaded_where_they_do_not_follow_from_the_cluster() -> None:
         plan = _layout(*shape)
         cut = partition(plan, 132)
         assert first_items(plan, cut).loaded == len(cut.clusters)
-    without = tuple((Item(items[0].piece),) for items in cut.clusters)
+    without = tuple((WorkTile(items[0].piece),) for items in cut.clusters)
     assert first_items(plan, replace(cut, clusters=without)).loaded == len(without)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_weight_may_have_more_bytes_than_an_int32_can_count(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WeightKind)
+def test_a_weight_may_have_more_bytes_than_an_int32_can_count(kind: WeightKind) -> None:
     plan = _layout(5120, (kind,), (7 * 248_320 >> kind,), False)
     last = plan.groups[-1]
     assert 2**32 < last.offset < plan.nbytes
-    items = tuple(Item(piece) for piece in last.pieces(1))
+    items = tuple(WorkTile(piece) for piece in last.pieces(1))
     weights, _ = requested(plan, Partition(8, 2, 2, (items,)), 16, last.offset)
     assert (weights == (1, 0)).all()
 
@@ -152,7 +152,7 @@ def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
     rows that are not requested as soon as the previous kernel has ended.
     """
     plan = _layout(5120, (N4,), (64 * tiles,), False)
-    (item,) = (Item(piece) for piece in plan.groups[0].pieces(tiles))
+    (item,) = (WorkTile(piece) for piece in plan.groups[0].pieces(tiles))
     table = Partition(warps, 2, parts, ((item,),)).item_table()
     events = np.zeros((200, 3), np.int32)
     known = {**COMMON, "WARPS": warps, "PARTS": parts, "MANY": 0, "TILES": tiles, "NEXT": 0}
@@ -161,7 +161,7 @@ def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
     runner.probe("order_probes.cu", "order", events, table, **defines)
     end, weights, rows, wait, previous = range(5)
     told = [tuple(map(int, event)) for event in events if event[0] != end]
-    step = tiles * Kind.NVFP4.step_bytes
+    step = tiles * WeightKind.NVFP4.step_bytes
     coming: dict[int, int] = {}
     most = []
     for what, barrier, size in told:

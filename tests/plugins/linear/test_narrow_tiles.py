@@ -17,18 +17,25 @@ from support.received_loads import tells
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Case
-from thor_dflash.plugins.launch import H100, THOR, Device, Int, Shaped, Site
+from thor_dflash.plugins.contract import OpCase
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Int, Shaped
 from thor_dflash.plugins.linear import decode_launch, layout
 from thor_dflash.plugins.linear.launch import launches
-from thor_dflash.plugins.linear.layout import Kind, Layout, NarrowTile, Piece, _layout, narrow_tiles
-from thor_dflash.plugins.linear.partition import Item, Partition, partition
+from thor_dflash.plugins.linear.layout import (
+    NarrowTile,
+    PackedLayout,
+    WeightKind,
+    WeightTile,
+    _layout,
+    narrow_tiles,
+)
+from thor_dflash.plugins.linear.partition import Partition, WorkTile, partition
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 from thor_dflash.runtime.measure import random_weights
 
 BF16 = DType.BF16.numpy
-N4 = Kind.NVFP4
+N4 = WeightKind.NVFP4
 WIDTH = 17 * 64 // 2
 """Columns of gate and of up each: four n-tiles for each of 4 clusters, and one stored narrow."""
 
@@ -57,13 +64,13 @@ def device(multiprocessors: int) -> Device:
     return Device((9, 0), multiprocessors)
 
 
-def gate_up(rows: int, k: int, width: int = WIDTH) -> Case:
+def gate_up(rows: int, k: int, width: int = WIDTH) -> OpCase:
     rng = np.random.default_rng(k)
     inputs: dict[str, Array] = {"x": rng.standard_normal((32, k))[:rows].astype(BF16)}
     if rows > 32:
         inputs["x"] = rng.standard_normal((rows, k)).astype(BF16)
     inputs |= weight_case(rng, "nvfp4", width, k, 0) | weight_case(rng, "nvfp4", width, k, 1)
-    return Case(f"{rows}_of_{k}", inputs, {"segments": 2, "epilogue": "swiglu"})
+    return OpCase(f"{rows}_of_{k}", inputs, {"segments": 2, "epilogue": "swiglu"})
 
 
 def run(call: kernel_runner.Call, on: Device, seed: int = 0) -> dict[str, Array]:
@@ -88,9 +95,15 @@ def test_sizes_decide_what_is_stored_narrow(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("kinds", "swiglu"),
-    [((N4, N4), False), ((Kind.FP8, Kind.FP8), True), ((Kind.BF16, Kind.BF16), True)],
+    [
+        ((N4, N4), False),
+        ((WeightKind.FP8, WeightKind.FP8), True),
+        ((WeightKind.BF16, WeightKind.BF16), True),
+    ],
 )
-def test_only_gate_and_up_in_nvfp4_are_stored_narrow(kinds: tuple[Kind], swiglu: bool) -> None:
+def test_only_gate_and_up_in_nvfp4_are_stored_narrow(
+    kinds: tuple[WeightKind], swiglu: bool
+) -> None:
     assert not _layout(128, kinds, (WIDTH, WIDTH), swiglu).narrow
     assert len(_layout(128, (N4, N4), (WIDTH, WIDTH), True).narrow) == 4
 
@@ -166,7 +179,7 @@ def test_a_narrow_slot_holds_what_a_slot_of_its_columns_would() -> None:
         assert _scales(stored[half, j, g, k16 // 2])[k16 % 2 * 2 :][:2] == want
 
 
-def _tile(case: Case, tile: int, nbytes: int) -> Array:
+def _tile(case: OpCase, tile: int, nbytes: int) -> Array:
     """One step of an n-tile, uint8 [half step, bytes]."""
     call = kernel_runner.call_of(LINEAR, kernel_runner.in_kernel_types(LINEAR, case))
     plan = layout.layout(call.site)
@@ -234,25 +247,25 @@ def test_items_with_a_narrow_tile_precede_items_without_one(rows: int, seed: int
     run(kernel_runner.call_of(LINEAR, gate_up(rows, 128, MANY)), device(1), seed)
 
 
-def odd_cut(plan: Layout, multiprocessors: int, *, by_head: bool = False) -> Partition:
+def odd_cut(plan: PackedLayout, multiprocessors: int, *, by_head: bool = False) -> Partition:
     """A cut that `partition` would not make: two clusters, items of 1 to 4 n-tiles in any order,
     some of them with a narrow tile.
     """
     first, second, *_ = plan.groups
     narrow = plan.narrow or (None,) * 4
     one = (
-        Item(Piece(first, 0, 1)),
-        Item(Piece(first, 1, 3), narrow[2]),
-        Item(Piece(first, 4, 1), narrow[0]),
-        Item(Piece(first, 5, 4)),
+        WorkTile(WeightTile(first, 0, 1)),
+        WorkTile(WeightTile(first, 1, 3), narrow[2]),
+        WorkTile(WeightTile(first, 4, 1), narrow[0]),
+        WorkTile(WeightTile(first, 5, 4)),
     )
     other = [
-        Item(Piece(first, 9, 2), narrow[3]),
-        Item(Piece(second, 0, 4)),
-        Item(Piece(first, 11, 1), narrow[1]),
+        WorkTile(WeightTile(first, 9, 2), narrow[3]),
+        WorkTile(WeightTile(second, 0, 4)),
+        WorkTile(WeightTile(first, 11, 1), narrow[1]),
     ]
     if not plan.narrow:
-        other.append(Item(Piece(second, 4, 1)))
+        other.append(WorkTile(WeightTile(second, 4, 1)))
     return Partition(8, 2, 2, (one, tuple(other)), by_head)
 
 
@@ -303,7 +316,7 @@ def test_normed_rows_come_in_and_rows_are_left(
     case = gate_up(rows, 320, 2 * WIDTH)  # whole slabs
     x, weight = case.inputs["x"], rng.normal(0, 0.2, 320).astype(BF16)
     inputs = {**case.inputs, "norm_weight": weight}
-    case = Case("normed", inputs, {**case.attributes, "norm_offset": 1.0})
+    case = OpCase("normed", inputs, {**case.attributes, "norm_offset": 1.0})
     call = kernel_runner.call_of(LINEAR, case, x_squares=True)
     normed = (x.astype(np.float32) * (1 + weight.astype(np.float32))).astype(BF16)
     given_rows, left = kernel_runner.slabs(normed), kernel_runner.slabs(call.want["y0"])
@@ -311,7 +324,7 @@ def test_normed_rows_come_in_and_rows_are_left(
     ports["y0_slabs"] = kernel_runner.shaped(left)
     call = replace(
         call,
-        site=Site(LINEAR, call.site.attributes, ports),
+        site=CallSite(LINEAR, call.site.attributes, ports),
         inputs={**call.inputs, "x_slabs": given_rows},
         want={**call.want, "y0_slabs": left},
     )
@@ -329,13 +342,13 @@ def test_every_item_applies_the_rows_norm_factor(
 ) -> None:
     case = gate_up(rows, k)
     inputs = {**case.inputs, "norm_weight": np.zeros(k, BF16)}
-    case = Case("normed", inputs, {**case.attributes, "norm_offset": 1.0})
+    case = OpCase("normed", inputs, {**case.attributes, "norm_offset": 1.0})
     call = kernel_runner.call_of(LINEAR, case, x_squares=True)
     given_rows = kernel_runner.slabs(inputs["x"])
     ports = {**call.site.ports, "x_slabs": kernel_runner.shaped(given_rows)}
     call = replace(
         call,
-        site=Site(LINEAR, call.site.attributes, ports),
+        site=CallSite(LINEAR, call.site.attributes, ports),
         inputs={**call.inputs, "x_slabs": given_rows},
     )
     monkeypatch.setattr(decode_launch, "partition", odd_cut)
@@ -374,7 +387,7 @@ def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
         "x_squares": Shaped(DType.F32, (10, 32)),
         "y0_slabs": Shaped(DType.BF16, decode_launch.slabs(rows, WIDTH)),
     }
-    [one] = launches(Site(LINEAR, site.attributes, ports), H100)
+    [one] = launches(CallSite(LINEAR, site.attributes, ports), H100)
     usage = usage_of(kernel_runner.source_of(LINEAR, one), one.defines, arch)["linear"]
     assert usage.spilled == 0
     # Two blocks share a multiprocessor. Each of its four parts has registers for 512 per lane.

@@ -12,14 +12,14 @@ from support import kernel_runner
 from support.linear_shapes import BF16, SHAPES, nvfp4
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import H100, THOR, Device, Int
 from thor_dflash.plugins.linear import launch
-from thor_dflash.plugins.linear.layout import TILE, Kind, _layout, layout
-from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Cut, _cuts, cut
+from thor_dflash.plugins.linear.layout import TILE, WeightKind, _layout, layout
+from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Tiling, _cuts, cut
 
 
-def items(found: Cut) -> list[tuple[int, int, int, int]]:
+def items(found: Tiling) -> list[tuple[int, int, int, int]]:
     """Every item: first row, rows, first packed column, columns; as item_of in prefill.cu."""
     row_tiles = found.tiles // len(found.pieces)
     made: list[tuple[int, int, int, int]] = []
@@ -34,12 +34,12 @@ def items(found: Cut) -> list[tuple[int, int, int, int]]:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(Kind), st.integers(1, 90)), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(WeightKind), st.integers(1, 90)), min_size=1, max_size=4),
     st.integers(33, 700),
     st.integers(1, 50),
 )
 def test_every_cut_makes_every_row_and_column_once(
-    segments: list[tuple[Kind, int]], rows: int, blocks: int
+    segments: list[tuple[WeightKind, int]], rows: int, blocks: int
 ) -> None:
     kinds, widths = zip(*segments, strict=True)
     plan = _layout(128, tuple(kinds), tuple(8 * w for w in widths), False)
@@ -51,7 +51,7 @@ def test_every_cut_makes_every_row_and_column_once(
         assert (times[:rows] == 1).all(), found
 
 
-def shape(found: Cut) -> tuple[int, int, int]:
+def shape(found: Tiling) -> tuple[int, int, int]:
     """n-tiles of the widest items, rows of the first ones, and the number of items."""
     height = found.height if found.whole else LOW
     return max(piece.tiles for piece in found.pieces), height, found.items
@@ -98,7 +98,7 @@ def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
         "residual": rng.normal(0, 1, (rows, 576)).astype(BF16),
         **{f"{name}0": value for name, value in nvfp4(rng, 576, 192).items()},
     }
-    call = kernel_runner.call_of(LINEAR, Case("cut", inputs, {"epilogue": "residual"}))
+    call = kernel_runner.call_of(LINEAR, OpCase("cut", inputs, {"epilogue": "residual"}))
     device = Device((9, 0), blocks)
     kernel_runner.compare(LINEAR, kernel_runner.launch(call, Emulator(0), device), call.want)
     found, product = cut(layout(call.site), rows, blocks), launch.launches(call.site, device)[-1]
@@ -107,7 +107,7 @@ def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
 
 
 def test_the_cuts_above_have_items_of_every_kind() -> None:
-    plan = _layout(192, (Kind.NVFP4,), (576,), False)
+    plan = _layout(192, (WeightKind.NVFP4,), (576,), False)
     found = [cut(plan, rows, blocks) for rows in ROWS for blocks in BLOCKS]
     assert {shape(one)[:2] for one in found} == {(w, h) for w in (WIDE, SLIM) for h in (HIGH, LOW)}
     assert any(0 < one.whole < one.tiles for one in found), "whole ones and then halves"
@@ -120,7 +120,7 @@ def test_every_cut_gives_the_same_bits() -> None:
         "x": rng.normal(0, 1, (150, 384)).astype(BF16),
         **{f"{name}0": value for name, value in nvfp4(rng, 576, 384).items()},
     }
-    call = kernel_runner.call_of(LINEAR, Case("bits", inputs, {}))
+    call = kernel_runner.call_of(LINEAR, OpCase("bits", inputs, {}))
     made = [
         kernel_runner.launch(call, Emulator(0), Device((9, 0), n))["y0"] for n in (1, 4, 6, 132)
     ]

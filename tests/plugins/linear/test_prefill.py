@@ -27,10 +27,10 @@ from support.kernel_runner import (
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import GDN, LINEAR
-from thor_dflash.plugins.contract import Attribute, Case, Op
-from thor_dflash.plugins.launch import Device, Launch, Shaped, Site
+from thor_dflash.plugins.contract import Attribute, Op, OpCase
+from thor_dflash.plugins.launch import CallSite, Device, Launch, Shaped
 from thor_dflash.plugins.linear.launch import launches
-from thor_dflash.plugins.linear.layout import Kind
+from thor_dflash.plugins.linear.layout import WeightKind
 from thor_dflash.plugins.linear.reference import weight_case
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -45,7 +45,7 @@ def rows(rng: np.random.Generator, t: int, width: int, scale: float = 1.0) -> Ar
     return (rng.standard_normal((t, width)) * scale).astype(DType.BF16.numpy)
 
 
-def three_kinds(t: int, k: int = 352) -> Case:
+def three_kinds(t: int, k: int = 352) -> OpCase:
     """Pieces of four, two and one n-tiles, segments that end inside a strip, a norm. Rows are the
     same for every T.
     """
@@ -53,7 +53,7 @@ def three_kinds(t: int, k: int = 352) -> Case:
     x = {"x": rows(rng, 300, k, 30)[:t], "norm_weight": rows(rng, 1, k)[0]}
     for i, (kind, n) in enumerate((("nvfp4", 354), ("fp8", 42), ("bfloat16", 250))):
         x |= weight_case(rng, kind, n, k, i)
-    return Case(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
+    return OpCase(f"{t}_rows", x, {"segments": 3, "norm_offset": 1.0})
 
 
 def run(call: Call, on: Device, seed: int = 0) -> dict[str, Array]:
@@ -62,7 +62,7 @@ def run(call: Call, on: Device, seed: int = 0) -> dict[str, Array]:
     return got
 
 
-def product(site: Site, on: Device) -> Launch:
+def product(site: CallSite, on: Device) -> Launch:
     one = launches(site, on)[-1]
     assert one.source == "prefill.cu"
     return one
@@ -83,7 +83,7 @@ def test_a_row_is_the_same_among_any_number_of_rows_and_blocks(
 
 def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
     case = three_kinds(300)
-    turned = Case("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
+    turned = OpCase("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
     want = run(call_of(LINEAR, case), device(3))
     for name, got in run(call_of(LINEAR, turned), device(16)).items():
         np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
@@ -96,7 +96,7 @@ def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
     kind: str, t: int, shared: int
 ) -> None:
     rng = np.random.default_rng(t)
-    case = Case(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
+    case = OpCase(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
     one = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
     stages = one.defines["STAGES"]
     assert 2 <= stages <= 6
@@ -109,7 +109,7 @@ def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
 def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: int) -> None:
     rng = np.random.default_rng(k)
-    case = Case(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
+    case = OpCase(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
     run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
 
 
@@ -138,7 +138,7 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
     x = {"x": rows(rng, t, k, 9), "residual": rows(rng, t, n), "gate": rows(rng, t, k, 4)}
     x["norm_weight"] = norm.astype(np.float32 if t == 40 else DType.BF16.numpy)
     a: dict[str, Attribute] = {"epilogue": "residual", "gate": gate, "head_dim": head_dim}
-    run(call_of(LINEAR, Case("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
+    run(call_of(LINEAR, OpCase("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
 
 
 @pytest.mark.parametrize(("head_dim", "blocks"), [(0, 1), (6144, 1), (128, 3)])
@@ -158,14 +158,14 @@ def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
     x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
     x |= weight_case(rng, kind, n, 128, 1)
-    call = call_of(LINEAR, Case("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
+    call = call_of(LINEAR, OpCase("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
     run(call, device(3), n)
 
 
 @pytest.mark.parametrize("op", [LINEAR, GDN], ids=lambda op: op.name)
 def test_what_other_blocks_read_too_is_kept_for_them(op: Op) -> None:
     """A copy of another kind gives the same results, but takes it from memory every time."""
-    source = (op.room / "prefill.cu").read_text()
+    source = (op.folder / "prefill.cu").read_text()
     assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
 
 
@@ -192,7 +192,7 @@ def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> N
     """The release waits for what a value depends on, so that must change with every load of rows,
     and with the weights.
     """
-    nbytes = 2 * t * SLAB + 4 * Kind.NVFP4.step_bytes // 2
+    nbytes = 2 * t * SLAB + 4 * WeightKind.NVFP4.step_bytes // 2
     defines = {"TILE_ROWS": t, "STAGES": 2, "KINDS": 1, "EPILOGUE": 0}
     one = Launch("released", (1, 1, 1), 32, (), shared=nbytes + 136, defines=defines, overlap=False)
     given = np.random.default_rng(t).integers(0, 2**16, (t, SLAB), dtype=np.uint16)
@@ -223,7 +223,7 @@ def test_every_code_times_every_scale() -> None:
         "block_scale0": np.repeat(scales[:, None], 16, axis=1).view(DType.FP8.numpy),
         "row_scale0": np.ones(256, np.float32),
     }
-    call = call_of(LINEAR, Case("codes", x, {}))
+    call = call_of(LINEAR, OpCase("codes", x, {}))
     got = launch(call, Emulator(0), device(4))
     # A code times a scale has at most 6 significant bits: bf16 holds it, and adding zeros keeps it.
     np.testing.assert_array_equal(got["y0"].astype(np.float32), call.want["y0"].astype(np.float32))

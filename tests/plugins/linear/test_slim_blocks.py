@@ -16,21 +16,21 @@ from support.linear_shapes import SHAPES
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear import decode_launch
-from thor_dflash.plugins.linear.layout import Kind, Layout, _layout
+from thor_dflash.plugins.linear.layout import PackedLayout, WeightKind, _layout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, partition
 from thor_dflash.plugins.linear.reference import weight_case
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
 
-def residual(rows: int, n: int, k: int, kind: str = "nvfp4") -> Case:
+def residual(rows: int, n: int, k: int, kind: str = "nvfp4") -> OpCase:
     rng = np.random.default_rng(rows)
     x = {"x": rng.standard_normal((rows, k)).astype(DType.BF16.numpy)}
     x["residual"] = rng.standard_normal((rows, n)).astype(DType.BF16.numpy)
-    return Case("slim", x | weight_case(rng, kind, n, k), {"epilogue": "residual"})
+    return OpCase("slim", x | weight_case(rng, kind, n, k), {"epilogue": "residual"})
 
 
 @emulated
@@ -52,8 +52,8 @@ def test_slim_blocks_equal_the_reference(
 ) -> None:
     call = kernel_runner.call_of(LINEAR, residual(rows, n, k, kind))
     on = Device((9, 0), multiprocessors)
-    defines = decode_launch.few_launches(
-        call.site, on, decode_launch.Fused(decode_launch.Epilogue.RESIDUAL, ("y0",))
+    defines = decode_launch.decode_launches(
+        call.site, on, decode_launch.FusedEpilogue(decode_launch.Epilogue.RESIDUAL, ("y0",))
     )[-1].defines  # fmt: skip
     assert (defines["WARPS"], defines["PARTS"]) == (4, parts)
     kernel_runner.compare(LINEAR, kernel_runner.launch(call, Emulator(rows), on), call.want)
@@ -74,7 +74,7 @@ def test_any_product_may_be_made_by_slim_blocks(
 ) -> None:
     """Several items per cluster, of one n-tile, of two, and of half a bf16 n-tile."""
 
-    def slim(plan: Layout, multiprocessors: int, *, by_head: bool) -> Partition:
+    def slim(plan: PackedLayout, multiprocessors: int, *, by_head: bool) -> Partition:
         cut = Partition(4, 3, parts, (), by_head)
         return _dealt(plan, cut, clusters(parts, multiprocessors, 3), 1 + seed % 2)
 
@@ -86,7 +86,7 @@ def test_any_product_may_be_made_by_slim_blocks(
 
 @pytest.mark.parametrize("k", [6144, 17408])
 def test_few_columns_get_slim_blocks_on_an_h100_and_not_on_a_thor(k: int) -> None:
-    plan = _layout(k, (Kind.NVFP4,), (5120,), False)
+    plan = _layout(k, (WeightKind.NVFP4,), (5120,), False)
     cut = partition(plan, H100.multiprocessors)
     assert (cut.warps, cut.parts) == (4, 8)
     assert [len(items) for items in cut.clusters] == [1] * 40

@@ -8,7 +8,7 @@ from support.kernel_runner import call_of, in_kernel_types
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import HEAD, LINEAR, Op
-from thor_dflash.plugins.contract import Case
+from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.layout import CLUSTERS, narrow_tiles
 from thor_dflash.plugins.linear.reference import weight_case
@@ -20,7 +20,7 @@ def stored(name: str, inputs: dict[str, Array]) -> bool:
     return name.rstrip("0123456789") in ("weight", "block_scale", "row_scale")
 
 
-def case(op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilogue: str) -> Case:
+def case(op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilogue: str) -> OpCase:
     rng = np.random.default_rng(len(kinds) + k)
     inputs: dict[str, Array] = {"x": rng.standard_normal((16, k)).astype(np.float32)}
     for i, (kind, width) in enumerate(zip(kinds, widths, strict=True)):
@@ -29,7 +29,7 @@ def case(op: Op, kinds: tuple[str, ...], widths: tuple[int, ...], k: int, epilog
     attributes: dict[str, int | float | str] = {"segments": len(kinds), "epilogue": epilogue}
     if op is HEAD:
         attributes, inputs["norm_weight"] = {}, np.ones(k, np.float32)
-    return Case("x", inputs, attributes)
+    return OpCase("x", inputs, attributes)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_block_whose_scale_is_zero_becomes_zero() -> None:
     inputs = dict(given.inputs)
     inputs["block_scale0"] = inputs["block_scale0"].copy()
     inputs["block_scale0"][3, 2] = 0
-    call = call_of(LINEAR, Case("zero", inputs, given.attributes))
+    call = call_of(LINEAR, OpCase("zero", inputs, given.attributes))
     got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
     assert not got["weight0"][3, 16:24].any()
     assert got["block_scale0"][3, 2] == 0
@@ -88,7 +88,7 @@ def test_an_fp8_weight_that_is_no_number_is_refused() -> None:
     weight = given.inputs["weight0"].copy()
     weight.view(np.uint8)[5, 7] = 0xFF
     with pytest.raises(ValueError, match="weight must be numbers"):
-        call_of(LINEAR, Case("nan", {**given.inputs, "weight0": weight}, given.attributes))
+        call_of(LINEAR, OpCase("nan", {**given.inputs, "weight0": weight}, given.attributes))
 
 
 @pytest.mark.parametrize(

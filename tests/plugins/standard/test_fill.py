@@ -10,7 +10,7 @@ from support.one_launch import execute
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import H100, THOR, Device, Launch, Shaped, Site
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Launch, Shaped
 from thor_dflash.plugins.linear.pack import pack
 from thor_dflash.plugins.standard import fill
 
@@ -41,7 +41,7 @@ def test_filled_scales_are_those_that_packing_stores() -> None:
         }
         ports = {n: Shaped(DType.of(x), x.shape) for n, x in arrays.items()}
         ports["x"] = Shaped(DType.BF16, (1, 128))
-        stored = pack(Site(LINEAR, LINEAR.complete({}), ports), arrays)["packed"]
+        stored = pack(CallSite(LINEAR, LINEAR.complete({}), ports), arrays)["packed"]
         known.update(scale_bytes(stored.reshape(-1, fill.NVFP4_SLOT)).tolist())
     got = filled(fill.nvfp4(THOR, 40 * fill.NVFP4_SLOT, 5), 40 * fill.NVFP4_SLOT)
     assert set(scale_bytes(got.reshape(-1, fill.NVFP4_SLOT)).tolist()) == known

@@ -15,13 +15,13 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import Attribute, Op
 from thor_dflash.plugins.launch import (
     THOR,
-    Addresses,
-    At,
+    CallSite,
     Int,
     Launch,
+    Pointer,
+    PointerTable,
     Real,
     Shaped,
-    Site,
     Table,
 )
 from thor_dflash.plugins.standard import fill, unfused
@@ -149,13 +149,13 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
 
 
 # ---- the parts of a linear -----------------------------------------------------------------------
-def part(op: Op, inputs: Mapping[str, Array], attributes: Mapping[str, Attribute]) -> Site:
+def part(op: Op, inputs: Mapping[str, Array], attributes: Mapping[str, Attribute]) -> CallSite:
     like = next(iter(inputs.values()))
     ports = {n: Shaped(DType.of(x), x.shape) for n, x in {**inputs, "y": like}.items()}
-    return Site(op, op.complete(attributes), ports)
+    return CallSite(op, op.complete(attributes), ports)
 
 
-def close_to(got: Array, op: Op, inputs: Mapping[str, Array], site: Site) -> None:
+def close_to(got: Array, op: Op, inputs: Mapping[str, Array], site: CallSite) -> None:
     want = op.reference(inputs, site.attributes)["y"]
     hold_near(op.name, got, want, 2.0**-7, near_of("standard", "y"))
 
@@ -199,7 +199,7 @@ def test_rows_that_the_kernel_does_not_take_are_refused(
 ) -> None:
     shapes = {"x": (2, width), "gate": (2, width), "norm_weight": (head or width,)}
     ports = {n: Shaped(types.get(n, DType.BF16), shape) for n, shape in shapes.items()}
-    refused = unfused.refuse_rows(Site(ROWS, ROWS.complete({"head_dim": head}), ports))
+    refused = unfused.refuse_rows(CallSite(ROWS, ROWS.complete({"head_dim": head}), ports))
     assert refused.startswith(why) if why else not refused
 
 
@@ -207,7 +207,7 @@ def test_rows_that_the_kernel_does_not_take_are_refused(
 def test_pairs_that_the_kernels_do_not_take_are_refused(op: Op) -> None:
     def refused(width: int, dtype: DType) -> str:
         ports = {n: Shaped(dtype, (1, width)) for n in "aby"}
-        return unfused.refuse_pairs(Site(op, op.complete({}), ports))
+        return unfused.refuse_pairs(CallSite(op, op.complete({}), ports))
 
     assert refused(8, DType.BF16) == ""
     assert refused(12, DType.BF16) == f"{op.name}.width must be a multiple of 8 (got 12)"
@@ -239,8 +239,8 @@ LAUNCHES = (
     fill.f32(THOR, 1, 1, 0.0, 1.0),
 )
 KINDS: Mapping[type, str] = {
-    At: "pointer",
-    Addresses: "pointer",
+    Pointer: "pointer",
+    PointerTable: "pointer",
     Table: "pointer",
     Int: "int",
     Real: "real",

@@ -25,9 +25,9 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import DOMAIN, Op
-from thor_dflash.plugins.launch import THOR, Scratch, Shaped, Site
+from thor_dflash.plugins.launch import THOR, CallSite, Scratch, Shaped
 from thor_dflash.plugins.standard.nodes import EMBED
-from thor_dflash.plugins.tensorrt.node import BODILESS, Node, describe, parse, tensor_of
+from thor_dflash.plugins.tensorrt.node import BODILESS, PluginNode, describe, parse, tensor_of
 
 every_room = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
@@ -37,7 +37,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     trt.stand_in(monkeypatch)
 
 
-def taken(op: Op) -> Iterator[tuple[str, Site]]:
+def taken(op: Op) -> Iterator[tuple[str, CallSite]]:
     """Every call that a room's kernels do not refuse: of its cases, and of the full model."""
     yield from taken_of(op)
     for name, attributes, inputs in sites(op.name):
@@ -49,20 +49,20 @@ def taken(op: Op) -> Iterator[tuple[str, Site]]:
         yield "taking", taking(normed_case(5, 3, 128)).site
 
 
-def node_of(site: Site) -> Node:
+def node_of(site: CallSite) -> PluginNode:
     return describe(site, outs_of(site))
 
 
-def outs_of(site: Site) -> set[str]:
+def outs_of(site: CallSite) -> set[str]:
     left = {"y0_slabs", "y0_squares"}
     return {p.name for p in site.op.outputs_of(site.attributes)} | left
 
 
-def tensors(site: Site, ports: tuple[str, ...]) -> list[Shaped]:
+def tensors(site: CallSite, ports: tuple[str, ...]) -> list[Shaped]:
     return [tensor_of(site.ports[port]) for port in ports]
 
 
-def registered(*nodes: Node) -> Any:
+def registered(*nodes: PluginNode) -> Any:
     from thor_dflash.plugins.tensorrt.plugin import register
 
     return register(trt.get_plugin_registry(), THOR, None, nodes)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_node_says_all_that_a_launch_rule_asks(op: Op) -> None:
         assert again.attributes == site.attributes, name
 
 
-def both(site: Site, node: Node) -> list[Shaped]:
+def both(site: CallSite, node: PluginNode) -> list[Shaped]:
     return tensors(site, (*node.inputs, *node.outputs))
 
 
@@ -105,7 +105,9 @@ def test_a_size_that_is_still_unknown_stays_symbolic(op: Op) -> None:
             p.name: p for p in (*op.inputs_of(site.attributes), *op.outputs_of(site.attributes))
         }
 
-        def told(name: str, node: Node = node, ports: Any = ports, site: Site = site) -> list[Any]:
+        def told(
+            name: str, node: PluginNode = node, ports: Any = ports, site: CallSite = site
+        ) -> list[Any]:
             sizes = site.ports[name].shape
             names = ports[name].shape if name in ports else sizes
             return [n if n in letters else s for n, s in zip(names, sizes, strict=True)]
@@ -141,7 +143,7 @@ def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
         port: Shaped(DType.F32, shaped.shape) if shaped.dtype is DType.BF16 else shaped
         for port, shaped in site.ports.items()
     }
-    site = Site(op, site.attributes, wide)
+    site = CallSite(op, site.attributes, wide)
     assert rule_of(op).refuse(site), name
     node = node_of(site)
     registered(node)
@@ -334,7 +336,7 @@ def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
         "ids": Shaped(DType.I32, (ids,)),
         "rows": Shaped(DType.BF16, (rows, 64)),
     }
-    node = describe(Site(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
+    node = describe(CallSite(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
     told = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
     assert told == {"rows": ("T" if mask < 0 else 16, 64)}
     assert parse("embed", node.fields()) == node

@@ -15,8 +15,8 @@ from support.prefetch_calls import of_few_rows
 from support.verify_attention_cases import alone, case_of, rising, without_risers
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Case
-from thor_dflash.plugins.launch import H100, THOR, Device, Shaped, Site
+from thor_dflash.plugins.contract import OpCase
+from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
 from thor_dflash.plugins.numpy_math import rounded
 from thor_dflash.plugins.verify_attention import OP
 from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, launches, refuse, slots
@@ -28,7 +28,7 @@ FEW = Device((9, 0), 3)
 """So few multiprocessors that every thread block takes several pieces of the cache."""
 
 
-def later(case: Case, whole: dict[str, Array], start: int, stop: int) -> Case:
+def later(case: OpCase, whole: dict[str, Array], start: int, stop: int) -> OpCase:
     """A call of rows start .. stop - 1 of a case, with the rows before them committed to the cache.
     `whole`: outputs of the case.
     """
@@ -38,7 +38,7 @@ def later(case: Case, whole: dict[str, Array], start: int, stop: int) -> Case:
     for name in ("cache_k", "cache_v"):
         x[name] = whole[f"next_{name}"].copy()
         x[name][:, length:] = np.nan
-    return Case(case.name, x, case.attributes)
+    return OpCase(case.name, x, case.attributes)
 
 
 def bits(x: Array) -> Array:
@@ -46,7 +46,7 @@ def bits(x: Array) -> Array:
 
 
 def run(
-    case: Case, seed: int = 0, device: Device = THOR, nearest: bool = True
+    case: OpCase, seed: int = 0, device: Device = THOR, nearest: bool = True
 ) -> tuple[Call, dict[str, Array]]:
     call = call_of(OP, case)
     got = launch(call, Emulator(seed), device)
@@ -54,7 +54,7 @@ def run(
     return call, got
 
 
-def same_rows(case: Case, parts: list[tuple[int, int]]) -> None:
+def same_rows(case: OpCase, parts: list[tuple[int, int]]) -> None:
     """Check that rows have the same bits in calls of their own as in the case."""
     _, whole = run(case)
     length = int(case.inputs["length"][0])
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_the_content_of_later_rows(cache: DType) -> Non
     x = dict(case.inputs) | {n: case.inputs[n].copy() for n in "qkv"}
     for name in "qkv":
         x[name][9:] = np.asarray(100 * x[name][9:], BF16.numpy)
-    _, got = run(Case("other rows", x, case.attributes))
+    _, got = run(OpCase("other rows", x, case.attributes))
     np.testing.assert_array_equal(bits(got["o"][:9]), bits(want["o"][:9]))
 
 
@@ -108,7 +108,7 @@ def test_fp8_rows_saturate() -> None:
     case = case_of(16, 120, FP8, 256)
     x = dict(case.inputs) | {"v": (case.inputs["v"] * 1000).astype(BF16.numpy)}
     x["v"][0, :2] = np.inf, -np.inf
-    call, got = run(Case("large", x, case.attributes))
+    call, got = run(OpCase("large", x, case.attributes))
     fresh = got["next_cache_v"][:, 120:136].astype(np.float32)
     assert np.abs(fresh).max() == 448
     np.testing.assert_array_equal(fresh, call.want["next_cache_v"][:, 120:136].astype(np.float32))
@@ -300,7 +300,9 @@ def test_leaving_rows_of_a_prompt_in_slabs_is_refused() -> None:
 
 def test_leaving_rows_in_slabs_without_a_gate_is_refused() -> None:
     gated = gated_call(case_of(16, 0, FP8, 128)).site
-    site = Site(OP, gated.attributes, {n: x for n, x in gated.ports.items() if n != "next_gate"})
+    site = CallSite(
+        OP, gated.attributes, {n: x for n, x in gated.ports.items() if n != "next_gate"}
+    )
     assert refuse(site) == "verify_attention.y0_slabs must be of gated rows (got no next_gate)"
 
 

@@ -157,7 +157,7 @@ def test_onnx_runtime_keeps_and_sends_no_telemetry(tmp_path: Path) -> None:
     """It would note what it runs in the user's cache, and send it to its vendor from there."""
     home = tmp_path / "home"
     home.mkdir()
-    paths = [str(Path(__file__).parents[1]), *sys.path]
+    paths = [str(Path(__file__).parent), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path)],
         env={"HOME": str(home), "PYTHONPATH": os.pathsep.join(paths)},

@@ -14,10 +14,17 @@ from stand_ins.fake_driver import fake
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.measure import bench_report, cuda_bench
-from thor_dflash.runtime.measure.bench_report import THOR_READ, Figure, Target, judge, table
-from thor_dflash.runtime.measure.cuda_bench import Bench, Keep, Loop, Share, Timing, everything
+from thor_dflash.runtime.measure.bench_report import THOR_READ, BenchTarget, Figure, judge, table
+from thor_dflash.runtime.measure.cuda_bench import (
+    CudaBench,
+    Keep,
+    LoopTiming,
+    StepGroup,
+    Timing,
+    everything,
+)
 
 READ = 3e12
 STEP = SimpleNamespace
@@ -44,11 +51,11 @@ class Known:
     def captured(self) -> int:
         return 5 * 10**6
 
-    def bytes(self, name: str, rooms_: Sequence[str]) -> int:
+    def bytes(self, name: str, ops_: Sequence[str]) -> int:
         return {"verify": 3 * 10**9, "propose": 10**8, "observe": 10**7}[name]
 
-    def shares(self, name: str, rooms_: Sequence[str]) -> dict[str, Share]:
-        return {"layers.*.down": Share(frozenset({"a", "b"}), 3 * 10**9)}
+    def shares(self, name: str, ops_: Sequence[str]) -> dict[str, StepGroup]:
+        return {"layers.*.down": StepGroup(frozenset({"a", "b"}), 3 * 10**9)}
 
     def launches(self, names: Sequence[str]) -> int:
         return 100 * len(names)
@@ -80,8 +87,8 @@ class Known:
     def prefill(self, tokens: int) -> float:
         return self.ms["prefill"]
 
-    def loop(self, prompt: int, cycles: int) -> Loop:
-        return Loop(0.0100, 0.0098, 0.0002, 0.0004)
+    def loop(self, prompt: int, cycles: int) -> LoopTiming:
+        return LoopTiming(0.0100, 0.0098, 0.0002, 0.0004)
 
 
 def measured(**ms: float) -> dict[str, Figure]:
@@ -143,7 +150,7 @@ def test_growth_is_also_told_of_the_whole_verify() -> None:
     ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
 )
 def test_a_target_may_be_a_least_value(value: float, verdict: str) -> None:
-    assert judge(Figure("", "", value, "%"), Target(85, 92, at_least=True)).verdict == verdict
+    assert judge(Figure("", "", value, "%"), BenchTarget(85, 92, at_least=True)).verdict == verdict
 
 
 def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -> None:
@@ -192,10 +199,10 @@ def test_what_a_feature_saves_is_told_against_all_of_them() -> None:
 
 
 # ---- measurements --------------------------------------------------------------------------------
-def bare(driver: Any = None, **model: Any) -> Bench:
+def bare(driver: Any = None, **model: Any) -> CudaBench:
     """A bench of a model that has only what a measurement reads."""
     engine = SimpleNamespace(driver=driver)
-    return Bench(engine, SimpleNamespace(**model), None, {}, 0)  # type: ignore[arg-type]
+    return CudaBench(engine, SimpleNamespace(**model), None, {}, 0)  # type: ignore[arg-type]
 
 
 def test_the_first_runs_of_a_step_warm_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +211,7 @@ def test_the_first_runs_of_a_step_warm_it_up(monkeypatch: pytest.MonkeyPatch) ->
     times = chain(repeat(900.0, cuda_bench.WARM), range(1, cuda_bench.RUNS + 1))
     monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (0, next(times)))
     driver = Driver()
-    found = bare(driver)._time(Captured("it", driver, lambda: None))
+    found = bare(driver)._time(CapturedGraph("it", driver, lambda: None))
     assert (found.median, found.low, found.high, found.runs) == pytest.approx((8, 1, 15, 15))
 
 

@@ -23,11 +23,11 @@ from thor_dflash.cli.commands.bench import variants
 from thor_dflash.config.tree import BuildConfig, EngineConfig, load
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
-from thor_dflash.plugins.launch import AHEAD
+from thor_dflash.plugins.launch import PREFETCHED
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.runtime.engines.cuda.binding import Planned, cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.measure import bench_report, cuda_bench, startup
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
@@ -58,7 +58,7 @@ def test_one_command_measures_everything(
 
 
 @contextmanager
-def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.Bench]:
+def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.CudaBench]:
     """A bench of the small shape; its package is in `folder`."""
     made = synthetic.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
     weights = RandomWeights(folder, folder)
@@ -106,19 +106,19 @@ def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
         engine, call = it.engine, it.call("verify")
 
         def fetching(*kept: str) -> set[str]:
-            """Rooms whose launches get the address of a weight to prefetch."""
+            """Operators whose launches get the address of a weight to prefetch."""
             found: set[str] = set()
 
             def capture(name: str, calls: Sequence[Sequence[tuple[Planned, Arguments]]], *,
-                        graph: bool) -> Captured:  # fmt: skip
+                        graph: bool) -> CapturedGraph:  # fmt: skip
                 for planned, arguments in itertools.chain.from_iterable(calls):
-                    at = engine.place(call, planned.step, AHEAD)
+                    at = engine.place(call, planned.step, PREFETCHED)
                     if at and ("address", at) in arguments:
                         found.add(planned.step.op)
-                return Captured(name, engine.driver, lambda: None)
+                return CapturedGraph(name, engine.driver, lambda: None)
 
             monkeypatch.setattr(engine._launcher, "capture", capture)
-            engine.excerpt([call], cuda_bench.rooms(*kept))
+            engine.excerpt([call], cuda_bench.operators(*kept))
             return found
 
         assert fetching("gdn", "verify_attention") == set()

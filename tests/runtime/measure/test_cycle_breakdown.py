@@ -59,7 +59,7 @@ def test_every_graph_of_a_cycle_and_its_parts_are_reported(
     assert "draft_attention" in inner["propose"]
     assert inner["accept"] == []
     for names in inner.values():
-        each = [room for name in names for room in name.split(", ")]
+        each = [op for name in names for op in name.split(", ")]
         assert len(set(each)) == len(each)
 
 
@@ -68,7 +68,7 @@ def test_a_cycle_is_timed_where_the_last_answer_ended(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(cuda_bench.Bench, "at", lambda _, *where: seen.append(where))
+    monkeypatch.setattr(cuda_bench.CudaBench, "at", lambda _, *where: seen.append(where))
     assert taken_apart(made, tmp_path, capsys)["context"] == 44
     assert seen == [(44, 1)], "its last cycle left one row to fold"
 

@@ -322,9 +322,9 @@ def disk_rows(size: int, seconds: float) -> Iterator[Figure]:
 
 def ready_rows(found: list[dict[str, object]], disk: float) -> Iterator[Figure]:
     """The rows of the other process, with a target for the last one."""
-    from thor_dflash.runtime.measure.bench_report import Figure, Target, judge
+    from thor_dflash.runtime.measure.bench_report import BenchTarget, Figure, judge
 
     rows = [Figure(**row) for row in found]  # type: ignore[arg-type]
     yield from rows[:-1]
     most = round(disk + READY, 3)
-    yield judge(rows[-1], Target(most, most))
+    yield judge(rows[-1], BenchTarget(most, most))

@@ -1,9 +1,9 @@
 """Rounding errors of whole models on the CUDA engine are no larger than those of the definition.
 
 The true results are those of the same checkpoints computed in float32. The definition with bfloat16
-between rooms, on ONNX Runtime, differs from them by a few percent; the kernels, on the emulator,
-may differ by as much. Comparing the two with each other would allow errors three times as large.
-"""
+between operators, on ONNX Runtime, differs from them by a few percent; the kernels, on the
+emulator, may differ by as much. Comparing the two with each other would allow errors three times as
+large."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engines.cuda import base as board_module
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import cuda, where
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.engines.protocol import Call
 
 LARGE = TensorSpec("gdn.0.record", DType.F32, (64, 256))
@@ -33,7 +33,7 @@ class Noted(Board):
         """Of each replay: call by call, the addresses of inputs, then those of outputs."""
         self.gpu = device
 
-    def _capture(self, calls: Sequence[Call]) -> Captured:
+    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
         at: list[tuple[int, int, int]] = []
         for call in calls:
             turns = self._turns[id(call)]
@@ -47,7 +47,7 @@ class Noted(Board):
         def start() -> None:
             self.ran.append([address + sign * self._told_at(word) for address, sign, word in at])
 
-        return Captured("noted", self._driver, start)
+        return CapturedGraph("noted", self._driver, start)
 
     def _told_at(self, word: int) -> int:
         """The shift last sent to the device at address `word`; 0 without one."""

@@ -20,10 +20,10 @@ from thor_dflash.package import manifest
 from thor_dflash.plugins.cuda import kernel_cache
 from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
-from thor_dflash.plugins.launch import Shift
+from thor_dflash.plugins.launch import BufferOffset
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
-from thor_dflash.runtime.engines.cuda.weight_loader import Files
+from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights
 from thor_dflash.runtime.session import Session, open_session
 
 
@@ -76,7 +76,7 @@ def test_a_kernel_without_the_shift_of_its_states_is_refused(
 def test_states_that_swap_places_separately_need_a_shift_each(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = Shift(tuple(port for shift in gdn._SHIFTS for port in shift.ports))
+    together = BufferOffset(tuple(port for shift in gdn._SHIFTS for port in shift.ports))
     monkeypatch.setattr(gdn, "_SHIFTS", (together, together))
     wrong = r"must change place together \(got tail, next_tail"
     session = open_session(made, EngineConfig(), Silent())
@@ -130,7 +130,7 @@ def test_kernels_are_compiled_while_weights_are_loaded(
         loaded.set()
 
     monkeypatch.setattr(kernel_cache, "load", compiled)
-    monkeypatch.setattr(Files, "__call__", fill)
+    monkeypatch.setattr(FileWeights, "__call__", fill)
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         assert cycles(s, 4) == 4
 
@@ -149,7 +149,7 @@ def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
         raise PackageError("no weights")
 
     monkeypatch.setattr(kernel_cache, "load", compiled)
-    monkeypatch.setattr(Files, "__call__", fill)
+    monkeypatch.setattr(FileWeights, "__call__", fill)
     with pytest.raises(PackageError, match="no weights"):
         open_session(made, EngineConfig(), Silent())
     assert len(begun) <= kernel_cache.COMPILERS

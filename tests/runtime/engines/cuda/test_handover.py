@@ -21,7 +21,7 @@ from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.base import Board
 from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured, Handed
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, CapturedReadback
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import open_session
 
@@ -45,7 +45,7 @@ class Handing(Board):
 
         self._driver.synchronize = counted  # type: ignore[method-assign]
 
-    def _capture(self, calls: Sequence[Call]) -> Captured:
+    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
         handover = self._handover(calls)
         copies = {copy.device: copy for copy in handover.copies} if handover else {}
 
@@ -55,7 +55,9 @@ class Handing(Board):
                 numbers = np.full(copy.nbytes // 4, 100 + self.runs, np.int32)
                 ctypes.memmove(copy.host, numbers.ctypes.data, copy.nbytes)
 
-        return Captured("it", self._driver, start, Handed("event", copies) if copies else None)
+        return CapturedGraph(
+            "it", self._driver, start, CapturedReadback("event", copies) if copies else None
+        )
 
     def ready(self, *calls: Call) -> None:
         self._take_turns([(call, ()) for call in calls])

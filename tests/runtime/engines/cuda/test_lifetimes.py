@@ -19,7 +19,7 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import FREES, Driver
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.engines.cuda.host_writes import SMALL, Ring
+from thor_dflash.runtime.engines.cuda.host_writes import SMALL, StagingRing
 from thor_dflash.runtime.session import Session, open_session
 
 CYCLE = ("propose", "verify", "accept", "observe")
@@ -152,7 +152,7 @@ def test_a_shared_context_keeps_nothing_of_a_driver_that_was_closed(
     """Other libraries keep the primary context, so releasing it frees nothing."""
     driver = Driver(shared=True)
     memory = driver.allocate(1000)
-    ring = Ring(driver, driver.pinned(8 * SMALL))
+    ring = StagingRing(driver, driver.pinned(8 * SMALL))
     ring.send(memory, np.zeros(2 * SMALL, np.uint8))
     kept = [driver.make("cuModuleLoadData", b""), driver.make("cuEventCreate", 0)]
     driver.free(driver.make("cuEventCreate", 0))

@@ -21,7 +21,14 @@ from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda import host_writes
 from thor_dflash.runtime.engines.cuda.arena import RESERVE, Arena
-from thor_dflash.runtime.engines.cuda.host_writes import RING, SLOT, SMALL, Page, Ring, corners
+from thor_dflash.runtime.engines.cuda.host_writes import (
+    RING,
+    SLOT,
+    SMALL,
+    ControlPage,
+    StagingRing,
+    corners,
+)
 
 GB = 1 << 30
 
@@ -87,9 +94,9 @@ class FakeDriver:
         del self.pending[: len(done)]
 
 
-def ring() -> tuple[FakeDriver, Ring]:
+def ring() -> tuple[FakeDriver, StagingRing]:
     fake = FakeDriver()
-    return fake, Ring(fake, SimpleNamespace(address=0, bytes=fake.host))  # type: ignore[arg-type]
+    return fake, StagingRing(fake, SimpleNamespace(address=0, bytes=fake.host))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
@@ -118,7 +125,7 @@ def test_the_device_sees_what_the_host_wrote_and_nothing_else(
     flushes: list[list[tuple[int, int]]], own: int
 ) -> None:
     fake, sender = ring()
-    page = Page(10 * 48, own=48 * own)
+    page = ControlPage(10 * 48, own=48 * own)
     fake.memory[48 * own : 10 * 48] = 77  # what the device wrote itself
     want = fake.memory[: 10 * 48].copy()
     slots = {i: 48 * i for i in range(10)}
@@ -141,7 +148,7 @@ def test_the_device_sees_what_the_host_wrote_and_nothing_else(
 
 def test_adjacent_changes_are_sent_in_one_copy() -> None:
     fake, sender = ring()
-    page = Page(8 * SLOT)
+    page = ControlPage(8 * SLOT)
     for i in (0, 1, 2, 5):
         page.write(i * SLOT, bytes([i] * 4))
     page.flush(0, sender)
@@ -152,7 +159,7 @@ def test_adjacent_changes_are_sent_in_one_copy() -> None:
 
 def test_what_no_kernel_writes_is_sent_in_one_copy_and_only_if_changed() -> None:
     fake, sender = ring()
-    page = Page(8 * SLOT, own=6 * SLOT)
+    page = ControlPage(8 * SLOT, own=6 * SLOT)
     for i in (0, 2, 5, 7):
         page.write(i * SLOT, bytes([1] * 4))
     page.flush(0, sender)
@@ -168,7 +175,7 @@ def test_what_no_kernel_writes_is_sent_in_one_copy_and_only_if_changed() -> None
 
 def test_what_could_not_be_sent_is_sent_with_the_next_flush() -> None:
     fake, sender = ring()
-    page = Page(4 * SLOT, own=4 * SLOT)
+    page = ControlPage(4 * SLOT, own=4 * SLOT)
     page.write(0, b"1234")
     with pytest.raises(EngineError):
         page.flush(0, SimpleNamespace(send=_refuse))  # type: ignore[arg-type]
@@ -179,7 +186,7 @@ def test_what_could_not_be_sent_is_sent_with_the_next_flush() -> None:
 
 def test_what_was_written_when_an_interrupt_came_is_sent_once_it_is_written_again() -> None:
     fake, sender = ring()
-    page = Page(4 * SLOT, own=4 * SLOT)
+    page = ControlPage(4 * SLOT, own=4 * SLOT)
 
     class Interrupting(dict[int, int]):
         def get(self, *_: object) -> int:  # type: ignore[override]

@@ -22,7 +22,7 @@ def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
         pair.prefill(list(range(100, 137)))
         pair.cycle([12, 13])
         tensors = {n: cuda(t) for n, t in pair.ours.state.tensors.items()}
-        fronts = {n: t.turn.front for n, t in tensors.items() if t.turn}
+        fronts = {n: t.turn.current for n, t in tensors.items() if t.turn}
         assert fronts == {n: n.endswith(".tail") for n in tensors if n in pair.moved()}
         assert len(pair.device.graphs) == 2  # a prefill step and a cycle
         kernels = {work.kernel for work in pair.device.ran}

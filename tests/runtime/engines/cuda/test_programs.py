@@ -1,9 +1,8 @@
 """Whole programs on the CPU: the engine captures and replays them, the emulator runs the kernels.
 
-The tests of rooms do not cover what the calls of a program share: norms, slabs, sums of squares,
-scratch memory. Here a small package runs cycles as on a device, and results are compared with those
-of ONNX Runtime.
-"""
+The tests of operators do not cover what the calls of a program share: norms, slabs, sums of
+squares, scratch memory. Here a small package runs cycles as on a device, and results are compared
+with those of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from support.poisoned_memory import poison
 from thor_dflash.builders import build as builder
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import read
-from thor_dflash.plugins.registry import RULES
+from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request
 
@@ -76,8 +75,8 @@ def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, ro
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
-        rule = replace(RULES["verify_attention"], gates=False)
-        patch.setitem(RULES, "verify_attention", rule)  # type: ignore[arg-type]
+        rule = replace(KERNELS["verify_attention"], gates=False)
+        patch.setitem(KERNELS, "verify_attention", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "ungated")
     steps = [s for s in read(other, "verify").steps if s.op == "verify_attention"]
     assert not any("next_gate" in step.ports for step in steps)
@@ -91,8 +90,8 @@ def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
-        rule = replace(RULES["gdn"], finishes=lambda attributes: False)
-        patch.setitem(RULES, "gdn", rule)  # type: ignore[arg-type]
+        rule = replace(KERNELS["gdn"], finishes=lambda attributes: False)
+        patch.setitem(KERNELS, "gdn", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "unfinished")
     steps = [s for s in read(other, "verify").steps if s.op == "gdn"]
     assert not any("next_gate" in step.ports for step in steps)

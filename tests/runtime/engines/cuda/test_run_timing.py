@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.runtime.engines.cuda.graph_capture import Captured
-from thor_dflash.runtime.engines.cuda.run_timing import Runs
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
+from thor_dflash.runtime.engines.cuda.run_timing import RunTimes
 
 
 class Device:
@@ -41,14 +41,14 @@ class Device:
 def test_after_an_interrupt_only_times_that_are_over_are_asked_for(
     calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, runs, ended = Device(calls), Runs(), Captured.ended
-    one = Captured("one", device, lambda: None)  # type: ignore[arg-type]
+    device, runs, ended = Device(calls), RunTimes(), CapturedGraph.ended
+    one = CapturedGraph("one", device, lambda: None)  # type: ignore[arg-type]
 
-    def noted(captured: Captured, count: int) -> None:
+    def noted(captured: CapturedGraph, count: int) -> None:
         ended(captured, count)
         device("an interrupt may come here too")
 
-    monkeypatch.setattr(Captured, "ended", noted)
+    monkeypatch.setattr(CapturedGraph, "ended", noted)
     for _ in range(9):
         device.ahead.clear()
         with suppress(KeyboardInterrupt):
@@ -66,14 +66,14 @@ def test_a_finaliser_may_ask_for_times_while_runs_are_noted_as_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The finaliser of an abandoned request runs wherever Python collects garbage."""
-    runs, ended = Runs(), Captured.ended
-    one = Captured("one", Device(0), lambda: None)  # type: ignore[arg-type]
+    runs, ended = RunTimes(), CapturedGraph.ended
+    one = CapturedGraph("one", Device(0), lambda: None)  # type: ignore[arg-type]
 
-    def finalised(captured: Captured, count: int) -> None:
+    def finalised(captured: CapturedGraph, count: int) -> None:
         ended(captured, count)
         runs.idle()  # as `busy` does
 
-    monkeypatch.setattr(Captured, "ended", finalised)
+    monkeypatch.setattr(CapturedGraph, "ended", finalised)
     for _ in range(3):
         runs.run(one)
     runs.idle()

@@ -14,9 +14,9 @@ from thor_dflash.core.errors import PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Weight
-from thor_dflash.plugins.cuda.driver import Pinned
+from thor_dflash.plugins.cuda.driver import PinnedMemory
 from thor_dflash.runtime.engines.cuda import weight_loader
-from thor_dflash.runtime.engines.cuda.weight_loader import READERS, Files
+from thor_dflash.runtime.engines.cuda.weight_loader import READERS, FileWeights
 
 PIECE = 16
 
@@ -31,10 +31,10 @@ class Device:
     def enter(self) -> None:
         pass
 
-    def pinned(self, nbytes: int) -> Pinned:
+    def pinned(self, nbytes: int) -> PinnedMemory:
         view = np.zeros(nbytes, np.uint8)
         self.held[view.ctypes.data] = view
-        return Pinned(view.ctypes.data, view)
+        return PinnedMemory(view.ctypes.data, view)
 
     def free(self, address: int) -> None:
         self.held.pop(address)
@@ -81,7 +81,7 @@ def test_every_byte_goes_to_its_address_and_is_reported(tmp_path: Path) -> None:
     }
     at = {"x": 1 << 20, "y": 2 << 20, "z": 3 << 20}
     device, progress = Device(), Counted()
-    Files(tmp_path, progress)(device, asked, at, {})  # type: ignore[arg-type]
+    FileWeights(tmp_path, progress)(device, asked, at, {})  # type: ignore[arg-type]
     for name, want in (("x", data[::-1][3:][: 7 * PIECE + 5]), ("y", data[500:][:PIECE]),
                        ("z", data[:1])):  # fmt: skip
         there = sorted(a for a in device.memory if a >> 20 == at[name] >> 20)
@@ -104,7 +104,7 @@ def test_a_file_that_is_gone_or_short_is_told_and_no_reader_waits_for_another(
     def load() -> None:
         with pytest.raises(PackageError, match=told) as error:
             asked = {"x": weight("a", 0, 20 * READERS * PIECE)}
-            Files(tmp_path, Silent())(Device(), asked, {"x": 0}, {})  # type: ignore[arg-type]
+            FileWeights(tmp_path, Silent())(Device(), asked, {"x": 0}, {})  # type: ignore[arg-type]
         failed.append(str(error.value))
 
     thread = threading.Thread(target=load, daemon=True)

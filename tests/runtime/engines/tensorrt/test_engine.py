@@ -27,10 +27,10 @@ from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.engines.tensorrt.compatibility import Here, check
+from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
 from thor_dflash.runtime.session import Session, open_session
 
-HERE = Here(
+HERE = RuntimeFacts(
     tensorrt=trt.__version__,
     device="Fake H100",
     capability=(9, 0),
