@@ -21,17 +21,23 @@ from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
 from thor_dflash.builders.checkpoint.protocols import DrafterSource, TargetSource
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.engine_limits import check_ids, check_target
-from thor_dflash.builders.graphs.drafter import Drafter
-from thor_dflash.builders.graphs.graph_builder import Graph
-from thor_dflash.builders.graphs.target import ID_SLOTS, Shape, Target
-from thor_dflash.builders.graphs.weight_placement import Source
+from thor_dflash.builders.graphs.drafter import DrafterGraphs
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder
+from thor_dflash.builders.graphs.target import ID_SLOTS, GraphOptions, TargetGraphs
+from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.builders.lowering.lower import lower
-from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.packed_weights import WeightPacker
 from thor_dflash.builders.model_card import make_card
-from thor_dflash.builders.output.atomic_package import Staging
+from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.resume_key import build_key
-from thor_dflash.builders.tensorrt.package import Maker, Material, engines, maker, write_engines
+from thor_dflash.builders.tensorrt.package import (
+    EngineBuilder,
+    EngineSources,
+    engine_builder,
+    plan_engines,
+    write_engines,
+)
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
@@ -64,23 +70,23 @@ prompt's last step; one of 32 rows takes little longer than reading the weights.
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """Everything that a package will hold, decided before anything is written."""
 
     target: TargetSource
     drafter: DrafterSource | None
     config: BuildConfig
-    shape: Shape
+    shape: GraphOptions
     chunks: tuple[int, ...]
     """Further sizes of a prefill step, rows."""
     capacity: int
     stop: tuple[int, ...]
     """Token ids that end an answer."""
-    graphs: tuple[Graph, ...]
+    graphs: tuple[GraphBuilder, ...]
     programs: tuple[Program, ...]
     """The graphs as launch lists; none for ONNX Runtime, which runs the graphs."""
     weights: WeightFiles
-    sources: tuple[Source, ...]
+    sources: tuple[WeightPlacement, ...]
     draft_ids: NDArray[np.int32] | None
     """Token ids of a reduced draft vocabulary; None for the whole vocabulary."""
 
@@ -98,9 +104,9 @@ def build(
     with progress.task("reading checkpoints"):
         plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
         described = describe(plan)
-        by = maker(config.tensorrt, progress) if config.engine == "tensorrt" else None
-        planned = engines(material(plan)) if by else None
-    with Staging(out, _key(plan, by)) as stage:
+        by = engine_builder(config.tensorrt, progress) if config.engine == "tensorrt" else None
+        planned = plan_engines(material(plan)) if by else None
+    with AtomicPackage(out, _key(plan, by)) as stage:
         total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
         with progress.task("writing weights", total, "bytes") as task:
             for file in plan.weights.files:
@@ -127,7 +133,7 @@ def make_plan(
     blocks: tuple[int, ...] = (),
     *,
     fused: bool = True,
-) -> Plan:
+) -> BuildPlan:
     """Decide shapes, make the graphs, place the weights. Reads scales but no weight codes.
 
     For measurements: `blocks` are further block sizes to make verify graphs for, in rows; `fused`
@@ -138,7 +144,7 @@ def make_plan(
     shape = _shape(target, drafter, config)
     capacity = _capacity(target, drafter, config, shape.block)  # refuses a block that is too long
     weights = WeightFiles()
-    source = Source(target, weights)
+    source = WeightPlacement(target, weights)
     scales = {
         i: pair
         for i in range(len(target.dims.layers))
@@ -146,25 +152,25 @@ def make_plan(
     }
     sources = [source]
     if drafter is not None:
-        sources.append(Source(drafter, weights, "drafter."))
+        sources.append(WeightPlacement(drafter, weights, "drafter."))
     ids = _draft_ids(config, shape.vocab) if drafter is not None else None
-    graphs: list[Graph] = []
+    graphs: list[GraphBuilder] = []
     chunks = _chunks(target, config, shape.chunk)
     for block, chunk in product((shape.block, *config.widths), (shape.chunk, *chunks)):
-        own, maker = replace(shape, block=block, chunk=chunk), None
+        own, drafting = replace(shape, block=block, chunk=chunk), None
         if drafter is not None:
-            maker = Drafter(drafter.dims, sources[1], source, target.dims.tied, own, ids)
-        graphs += _steps(Target(target.dims, source, own, scales), maker, own, shape)
+            drafting = DrafterGraphs(drafter.dims, sources[1], source, target.dims.tied, own, ids)
+        graphs += _steps(TargetGraphs(target.dims, source, own, scales), drafting, own, shape)
     for block in blocks:
-        other = Target(target.dims, source, replace(shape, block=block), scales).verify()
+        other = TargetGraphs(target.dims, source, replace(shape, block=block), scales).verify()
         other.name = manifest.graph_name(other.name, block, 0)
         graphs.append(other)
     programs: tuple[Program, ...] = ()
     if config.engine != "ort":
-        packing = Packing(weights)
+        packing = WeightPacker(weights)
         programs = tuple(lower(graph.proto(), packing, fused=fused) for graph in graphs)
         weights = packing.files
-    return Plan(
+    return BuildPlan(
         target,
         drafter,
         config,
@@ -180,7 +186,12 @@ def make_plan(
     )
 
 
-def _steps(layers: Target, maker: Drafter | None, own: Shape, shape: Shape) -> list[Graph]:
+def _steps(
+    layers: TargetGraphs,
+    drafting: DrafterGraphs | None,
+    own: GraphOptions,
+    shape: GraphOptions,
+) -> list[GraphBuilder]:
     """Return the graphs for this block and chunk, named as their files are. A graph that depends
     on only one of the two sizes is made once, with the package's main size of the other.
     """
@@ -188,10 +199,10 @@ def _steps(layers: Target, maker: Drafter | None, own: Shape, shape: Shape) -> l
     steps = [layers.prefill()]
     if own_chunk:
         steps += [layers.verify(), layers.accept(False), layers.accept(True)]
-    if maker is not None and own_chunk:
-        steps += [maker.propose(), maker.observe("observe", own.block)]
-    if maker is not None and own_block:
-        steps.append(maker.observe(manifest.CHUNKED, own.chunk))
+    if drafting is not None and own_chunk:
+        steps += [drafting.propose(), drafting.observe("observe", own.block)]
+    if drafting is not None and own_block:
+        steps.append(drafting.observe(manifest.CHUNKED, own.chunk))
     for graph in steps:
         graph.name = manifest.graph_name(
             graph.name, 0 if own_block else own.block, 0 if own_chunk else own.chunk
@@ -220,15 +231,17 @@ def _draft_ids(config: BuildConfig, vocab: int) -> NDArray[np.int32] | None:
 
 def _check_types(config: BuildConfig) -> None:
     """Refuse float32 for engines with our kernels, which have neither float32 rows nor caches."""
-    for key, asked, known in (
+    for key, value, known in (
         ("kv", config.kv, "auto or bf16 or fp8"),
         ("activations", config.activations, "auto or bf16"),
     ):
-        if config.engine != "ort" and asked == "f32":
+        if config.engine != "ort" and value == "f32":
             raise ConfigError(f"build.{key} must be {known} for engine {config.engine} (got f32)")
 
 
-def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildConfig) -> Shape:
+def _shape(
+    target: TargetSource, drafter: DrafterSource | None, config: BuildConfig
+) -> GraphOptions:
     _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
     if drafter is not None and block > drafter.dims.block:
@@ -253,7 +266,7 @@ def _shape(target: TargetSource, drafter: DrafterSource | None, config: BuildCon
             f"{target.directory}: the tokenizer must address ids below vocab_size "
             f"{target.dims.vocab} (got {ids - 1})"
         )
-    return Shape(
+    return GraphOptions(
         block=block,
         chunk=chunk,
         activations=_DTYPE.get(config.activations, activations),
@@ -306,7 +319,7 @@ def _weight_writer(
     return lambda path: weights.write(file, path, tell)
 
 
-def _graph_writer(graph: Graph) -> Callable[[Path], None]:
+def _graph_writer(graph: GraphBuilder) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         path.write_bytes(graph.proto().SerializeToString(deterministic=True))
 
@@ -327,7 +340,7 @@ def _copier(source: Path) -> Callable[[Path], None]:
     return write
 
 
-def describe(plan: Plan) -> Manifest:
+def describe(plan: BuildPlan) -> Manifest:
     """Return the manifest of a plan's package, without its files."""
     config, drafter = plan.config, plan.drafter
     found = [p for i in range(len(plan.target.dims.layers)) if (p := plan.target.kv_scales(i))]
@@ -374,11 +387,11 @@ def describe(plan: Plan) -> Manifest:
     )
 
 
-def material(plan: Plan) -> Material:
+def material(plan: BuildPlan) -> EngineSources:
     """Return what TensorRT engines are built from."""
     dims = plan.drafter.dims if plan.drafter else None
     rows = max(plan.shape.block, plan.shape.chunk, *plan.chunks)
-    return Material(
+    return EngineSources(
         plan.graphs,
         plan.programs,
         plan.sources[0].files,
@@ -388,6 +401,6 @@ def material(plan: Plan) -> Material:
     )
 
 
-def _key(plan: Plan, by: Maker | None) -> str:
+def _key(plan: BuildPlan, by: EngineBuilder | None) -> str:
     read = [source.directory for source in (plan.target, plan.drafter) if source]
     return build_key(plan.config, read, plan.draft_ids, by)

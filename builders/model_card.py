@@ -25,9 +25,9 @@ def make_card(config: CardConfig, longest: int) -> ModelCard:
     max_tokens = config.max_tokens or min(MAX_TOKENS, longest)
     hard = config.complex or min(COMPLEX, longest)
     reply = config.reply or min(REPLY, max_tokens // 8)
-    told = {name: getattr(config, name) for name in (*LENGTHS, *TIERS)}
+    given = {name: getattr(config, name) for name in (*LENGTHS, *TIERS)}
     model = f"the model's {longest} positions"
-    _at_most(told, ("max_tokens", "complex"), longest, model)
+    _at_most(given, ("max_tokens", "complex"), longest, model)
     shorter = min(max_tokens, hard)
     if not config.reply and reply >= hard:  # only a configured `complex` can cause this
         raise ConfigError(
@@ -35,10 +35,10 @@ def make_card(config: CardConfig, longest: int) -> ModelCard:
             f"unless build.card.reply is given (got {hard})"
         )
     _at_most({"reply": reply}, ("reply",), shorter - 1, f"the longest answer of {shorter} less one")
-    _at_most(told, TIERS, longest - reply, f"{model} less the reply of {reply}")
+    _at_most(given, TIERS, longest - reply, f"{model} less the reply of {reply}")
     think, most = max_tokens - reply, hard - reply
     by_rule = (round(think / 8), round(think / 2), think, (think + most) // 2, most)
-    wanted = (told[name] or rule for name, rule in zip(TIERS, by_rule, strict=True))
+    wanted = (given[name] or rule for name, rule in zip(TIERS, by_rule, strict=True))
     low, medium, high, x_high, top = accumulate((max(1, tier) for tier in wanted), max)
     return ModelCard(
         max_tokens=max_tokens,
@@ -50,19 +50,19 @@ def make_card(config: CardConfig, longest: int) -> ModelCard:
         x_high=x_high,
         max=top,
         close=config.close,
-        source=config.source or _source(told),
+        source=config.source or _source(given),
     )
 
 
-def _at_most(told: Mapping[str, int], names: Sequence[str], most: int, what: str) -> None:
+def _at_most(given: Mapping[str, int], names: Sequence[str], most: int, what: str) -> None:
     for name in names:
-        if told[name] > most:
-            raise ConfigError(f"build.card.{name} must be <= {most}, {what} (got {told[name]})")
+        if given[name] > most:
+            raise ConfigError(f"build.card.{name} must be <= {most}, {what} (got {given[name]})")
 
 
-def _source(told: Mapping[str, int]) -> str:
-    given = [name for name, value in told.items() if value]
-    if not given:
+def _source(given: Mapping[str, int]) -> str:
+    configured = [name for name, value in given.items() if value]
+    if not configured:
         return RULE
-    rest = "" if len(given) == len(told) else f"; the rest {RULE}"
-    return f"told at build: {', '.join(given)}{rest}"
+    rest = "" if len(configured) == len(given) else f"; the rest {RULE}"
+    return f"set at build: {', '.join(configured)}{rest}"

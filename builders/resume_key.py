@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash import builders, config, core, package, plugins
-from thor_dflash.builders.tensorrt.package import Maker
+from thor_dflash.builders.tensorrt.package import EngineBuilder
 from thor_dflash.config.tree import BuildConfig
 
 _READ = (".json", ".safetensors", ".jinja")
@@ -29,7 +29,7 @@ def build_key(
     config: BuildConfig,
     checkpoints: Iterable[Path],
     draft_ids: NDArray[np.int32] | None,
-    by: Maker | None,
+    by: EngineBuilder | None,
 ) -> str:
     """Hash the configuration, the code, the draft ids, and path, size and time of each file of the
     checkpoints; for a TensorRT package also its version and the device.

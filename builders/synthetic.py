@@ -1,4 +1,4 @@
-"""Hollow packages: those of a full-size model without its weights, for measurements.
+"""Synthetic packages: those of a full-size model without its weights, for measurements.
 
 The time of a step depends on shapes, not on values. So an engine that fills the weights in device
 memory itself runs such a package like the real one, without tens of gigabytes on disk.
@@ -16,7 +16,7 @@ import numpy as np
 
 from thor_dflash.builders.build import describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
-from thor_dflash.builders.checkpoint.expected_tensors import Layout
+from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.lowering.packed_weights import CONSTANTS
@@ -72,13 +72,13 @@ BF16_LINEARS = ("in_proj_a", "in_proj_b")
 
 
 @dataclass(frozen=True, slots=True)
-class Hollow:
+class SyntheticCheckpoint:
     """A checkpoint with the right names, types and shapes; each array repeats one number."""
 
     directory: Path
     dims: Any
     """TargetDims or DrafterDims."""
-    layout: Layout
+    layout: ExpectedTensors
     skipped: tuple[str, ...] = ()
     kind: WeightKind = WeightKind.NVFP4
 
@@ -106,7 +106,7 @@ def _all(kind: Any, shape: tuple[int, ...]) -> Array:
     return np.broadcast_to(np.ones((), kind), shape)
 
 
-def write_hollow(
+def write_synthetic(
     shape: str,
     out: Path,
     config: BuildConfig,
@@ -121,8 +121,8 @@ def write_hollow(
     target, drafter = SHAPES[shape]
     (out / "config.json").write_text("{}")
     plan = make_plan(
-        Hollow(out, target, target_layout(target)),
-        Hollow(out, drafter, drafter_layout(drafter)),
+        SyntheticCheckpoint(out, target, target_layout(target)),
+        SyntheticCheckpoint(out, drafter, drafter_layout(drafter)),
         config,
         blocks,
         fused=fused,

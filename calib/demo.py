@@ -53,7 +53,7 @@ class _Console(Console):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """One answer, and the reports of the runs that made it."""
 
     tokens: tuple[int, ...]
@@ -164,8 +164,8 @@ def _plan(text: str, verdict: Verdict) -> Panel:
         goal = Styled(f"goal: {plan['goal']}", style="bold")
     except (ValueError, KeyError, TypeError, AttributeError):
         return Panel(Group(Styled(text), state), title="answer", border_style=colour)
-    asked = [Styled(f"asks: {question}", style="yellow")] if question else []
-    return Panel(Group(goal, *([steps] if steps.rows else []), *asked, state), title="plan",
+    note = [Styled(f"asks: {question}", style="yellow")] if question else []
+    return Panel(Group(goal, *([steps] if steps.rows else []), *note, state), title="plan",
                  title_align="left", border_style=colour)  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _steps(steps: list[dict[str, Any]]) -> Table:
 
 def _measure(
     session: Session, request: Request, timing: Timing, proposer: Proposer | None = None
-) -> Run:
+) -> DemoRun:
     reports: list[RequestReport] = []
     tokens: tuple[int, ...] = ()
     for _ in range(RUNS):
@@ -192,10 +192,10 @@ def _measure(
         tokens = tuple(t for c in chunks for t in c.tokens)
         reports.append(session.report())
         timing.advance(1)
-    return Run(tokens, tuple(reports))
+    return DemoRun(tokens, tuple(reports))
 
 
-def _numbers(fast: Run, plain: Run, prompt: int) -> Table:
+def _numbers(fast: DemoRun, plain: DemoRun, prompt: int) -> Table:
     table = Table(title=f"{prompt} prompt tokens, {len(fast.tokens)} generated, median of {RUNS}",
                   title_justify="left")  # fmt: skip
     table.add_column("")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.drafter_config import drafter_dims
-from thor_dflash.builders.checkpoint.expected_tensors import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors, check, gated_mlp
 from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
 from thor_dflash.builders.checkpoint.linear_weights import Linear, load
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
@@ -79,7 +79,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     return DrafterCheckpoint(directory, dims, shards, linears)
 
 
-def drafter_layout(dims: DrafterDims) -> Layout:
+def drafter_layout(dims: DrafterDims) -> ExpectedTensors:
     """Return the tensors of a drafter: 58 for the 27B's."""
     a, hidden = dims.attention, dims.hidden
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -103,7 +103,7 @@ def drafter_layout(dims: DrafterDims) -> Layout:
             f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
-    return Layout(matrices, tensors)
+    return ExpectedTensors(matrices, tensors)
 
 
 def check_pair(target: TargetDims, drafter: DrafterDims) -> None:

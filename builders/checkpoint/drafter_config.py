@@ -211,14 +211,14 @@ def _causal(root: Fields, flash: Fields, kinds: tuple[str, ...]) -> tuple[bool, 
     Source: z-lab/dflash model.py, and vLLM qwen3_dflash.py `_dflash_layer_causal`.
     """
     places = [(root, "is_causal"), (root, "causal"), (flash, "is_causal"), (flash, "causal")]
-    said = [(place, key) for place, key in places if place.given(key)]
-    if not said:
+    given = [(place, key) for place, key in places if place.given(key)]
+    if not given:
         return tuple(kind == SLIDING for kind in kinds)
-    answers = [_flags(place, key, len(kinds)) for place, key in said]
-    for (place, key), answer in zip(said, answers, strict=True):
-        if answer != answers[0]:
-            raise place.wrong(key, f"as {said[0][0].where}{said[0][1]} says")
-    return answers[0]
+    flags = [_flags(place, key, len(kinds)) for place, key in given]
+    for (place, key), flag in zip(given, flags, strict=True):
+        if flag != flags[0]:
+            raise place.wrong(key, f"as {given[0][0].where}{given[0][1]} gives")
+    return flags[0]
 
 
 def _flags(place: Fields, key: str, depth: int) -> tuple[bool, ...]:

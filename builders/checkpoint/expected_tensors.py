@@ -14,7 +14,7 @@ MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ExpectedTensors:
     """The tensors of a model. Names are relative to the checkpoint's prefix."""
 
     matrices: Mapping[str, tuple[int, int]]
@@ -34,7 +34,7 @@ def gated_mlp(stem: str, hidden: int, intermediate: int) -> dict[str, tuple[int,
 
 def check(
     shards: Shards,
-    layout: Layout,
+    layout: ExpectedTensors,
     stored_name: Callable[[str], str],
     *,
     besides: Collection[str] = (),
@@ -63,7 +63,9 @@ def check(
     return linears
 
 
-def _misfits(shards: Shards, layout: Layout, stored_name: Callable[[str], str]) -> Iterator[str]:
+def _misfits(
+    shards: Shards, layout: ExpectedTensors, stored_name: Callable[[str], str]
+) -> Iterator[str]:
     for name, shape in layout.tensors.items():
         stored = stored_name(name)
         found = str(shards.entry(stored)) if stored in shards else "nothing"

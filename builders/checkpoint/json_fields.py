@@ -136,7 +136,7 @@ class Fields:
         return value
 
     def items(self, key: str, rule: str) -> list[object]:
-        """Read a list; `rule` says of what, for the error."""
+        """Read a list; `rule` names its elements in the error."""
         value = self.values.get(key)
         if not isinstance(value, list):
             raise self.wrong(key, rule)

@@ -46,7 +46,7 @@ def scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
 
 
 def for_fp8(directory: Path, config: Fields) -> bool:
-    """Return whether the scales are for an FP8 cache, unless a JSON file says otherwise."""
+    """Return whether the scales are for an FP8 cache, unless a JSON file declares otherwise."""
     return all(_declared(directory, config))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
-from thor_dflash.builders.checkpoint.safetensors_header import Stored
+from thor_dflash.builders.checkpoint.safetensors_header import TensorEntry
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
@@ -120,7 +120,7 @@ def _nvfp4(
     return Linear(name, codes, block_scale, scale, codes.endswith("_packed"), passed_over)
 
 
-def _expect_group(entry: Stored, name: str, columns: int) -> None:
+def _expect_group(entry: TensorEntry, name: str, columns: int) -> None:
     groups = entry.shape[-1] if len(entry.shape) == 2 else 0
     if groups and columns % groups == 0 and columns // groups != NVFP4_GROUP:
         raise CheckpointError(

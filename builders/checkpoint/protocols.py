@@ -1,4 +1,4 @@
-"""The interfaces of checkpoints that a build needs, real or hollow."""
+"""The interfaces of checkpoints that a build needs, real or synthetic."""
 
 from __future__ import annotations
 

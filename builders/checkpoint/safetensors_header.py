@@ -42,7 +42,7 @@ TYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorEntry:
     """Location, type and shape of one stored tensor."""
 
     file: Path
@@ -57,7 +57,7 @@ class Stored:
         return f"{self.dtype.name}{list(self.shape)}"
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Return every tensor of the file by name. Reads only the header."""
     if not present(file):
         raise CheckpointError(f"{file} must be a file (got nothing there)")
@@ -91,7 +91,7 @@ def _header_length(first: bytes, size: int, file: Path) -> int:
     return length
 
 
-def _stored(entry: Fields, file: Path, data: int) -> Stored:
+def _stored(entry: Fields, file: Path, data: int) -> TensorEntry:
     """Parse the entry of one tensor. `data` is the file offset of the first tensor byte."""
     dtype = entry.text("dtype")
     if dtype not in TYPES:
@@ -105,10 +105,10 @@ def _stored(entry: Fields, file: Path, data: int) -> Stored:
         size *= n
     if offsets[1] - offsets[0] != size:
         raise entry.wrong("data_offsets", f"{size} bytes apart, {dtype}{list(shape)}")
-    return Stored(file, TYPES[dtype], shape, data + offsets[0], data + offsets[1])
+    return TensorEntry(file, TYPES[dtype], shape, data + offsets[0], data + offsets[1])
 
 
-def _check_tiling(stored: dict[str, Stored], file: Path, data: int, size: int) -> None:
+def _check_tiling(stored: dict[str, TensorEntry], file: Path, data: int, size: int) -> None:
     """Check that the tensors fill the file to its end without gaps or overlaps."""
     at = data
     for name, entry in sorted(stored.items(), key=_extent):
@@ -127,5 +127,5 @@ def _check_tiling(stored: dict[str, Stored], file: Path, data: int, size: int) -
         raise CheckpointError(f"{file} must be {at} bytes long (got {size})")
 
 
-def _extent(item: tuple[str, Stored]) -> tuple[int, int]:
+def _extent(item: tuple[str, TensorEntry]) -> tuple[int, int]:
     return item[1].begin, item[1].end

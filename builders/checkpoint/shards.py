@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory, shown
-from thor_dflash.builders.checkpoint.safetensors_header import Stored, read_header
+from thor_dflash.builders.checkpoint.safetensors_header import TensorEntry, read_header
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.tokenizer_files import present
@@ -25,7 +25,7 @@ class Shards:
     """The tensors of a directory. A file stays mapped as long as any of its arrays exists."""
 
     directory: Path
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, TensorEntry]
     """Stored name -> location."""
     maps: Mapping[Path, NDArray[np.uint8]]
     """File -> its bytes, mapped read-only."""
@@ -49,7 +49,7 @@ class Shards:
         """Name a tensor and its file, for messages about its values."""
         return f"{self.entry(name).file}: {name}"
 
-    def entry(self, name: str) -> Stored:
+    def entry(self, name: str) -> TensorEntry:
         """Return type, shape and location of a tensor."""
         if name not in self.stored:
             raise CheckpointError(f"{name} must be in the checkpoint (got nothing)")
@@ -69,13 +69,13 @@ def _mapped(file: Path) -> NDArray[np.uint8]:
         raise CheckpointError(f"{file} must be readable (got {error})") from error
 
 
-def _alone(directory: Path) -> dict[str, Stored]:
+def _alone(directory: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a directory without an index: those of its only safetensors file, or
     of `model.safetensors` and the files beside it, such as a prediction head.
     """
     files = sorted(directory.glob("*.safetensors"))
     if len(files) > 1 and directory / SINGLE in files:
-        stored: dict[str, Stored] = {}
+        stored: dict[str, TensorEntry] = {}
         for file in files:
             _merge(stored, read_header(file))
         return stored
@@ -89,13 +89,13 @@ def _alone(directory: Path) -> dict[str, Stored]:
     return read_header(files[0])
 
 
-def _indexed(directory: Path, index: Path) -> dict[str, Stored]:
+def _indexed(directory: Path, index: Path) -> dict[str, TensorEntry]:
     """Return the tensors that an index names, each from the shard that the index gives."""
     places = _weight_map(index)
     files = sorted(set(places.values()))
     if (directory / SINGLE).exists() and SINGLE not in files:
         raise CheckpointError(f"{directory} must hold either {SINGLE} or {INDEX} (got both)")
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorEntry] = {}
     for file in files:
         _merge(stored, _shard(directory / file, index))
     for name, file in places.items():
@@ -121,13 +121,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     return cast("dict[str, str]", dict(section.values))
 
 
-def _shard(file: Path, index: Path) -> dict[str, Stored]:
+def _shard(file: Path, index: Path) -> dict[str, TensorEntry]:
     if not file.is_file():
         raise CheckpointError(f"{file} must be there, {index.name} names it (got nothing)")
     return read_header(file)
 
 
-def _merge(stored: dict[str, Stored], more: Mapping[str, Stored]) -> None:
+def _merge(stored: dict[str, TensorEntry], more: Mapping[str, TensorEntry]) -> None:
     for name, entry in more.items():
         if name in stored:
             files = f"{stored[name].file.name} and {entry.file.name}"
@@ -135,7 +135,7 @@ def _merge(stored: dict[str, Stored], more: Mapping[str, Stored]) -> None:
         stored[name] = entry
 
 
-def _check_place(name: str, file: str, stored: Mapping[str, Stored], index: Path) -> None:
+def _check_place(name: str, file: str, stored: Mapping[str, TensorEntry], index: Path) -> None:
     found = stored[name].file.name if name in stored else None
     if found != file:
         raise CheckpointError(f"{index}: {name} must be in {file} (got {shown(found)})")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.builders.checkpoint.expected_tensors import Layout, check, gated_mlp
+from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors, check, gated_mlp
 from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
 from thor_dflash.builders.checkpoint.kv_scales import for_fp8, scale_names
 from thor_dflash.builders.checkpoint.linear_weights import Linear, load, positive
@@ -109,7 +109,7 @@ def _weight_only(
     return {name: replace(linears[name], weight_only=True) for name in found}
 
 
-def target_layout(dims: TargetDims) -> Layout:
+def target_layout(dims: TargetDims) -> ExpectedTensors:
     """Return the tensors of a target: 851 for the 27B."""
     matrices: dict[str, tuple[int, int]] = {}
     tensors: dict[str, tuple[int, ...]] = {
@@ -126,13 +126,13 @@ def target_layout(dims: TargetDims) -> Layout:
         tensors |= part.tensors
     if not dims.tied:
         matrices[HEAD] = (dims.vocab, dims.hidden)
-    return Layout(matrices, tensors)
+    return ExpectedTensors(matrices, tensors)
 
 
-def _attention(dims: TargetDims, layer: str) -> Layout:
+def _attention(dims: TargetDims, layer: str) -> ExpectedTensors:
     a, stem = dims.attention, f"{layer}.self_attn"
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    return Layout(
+    return ExpectedTensors(
         {
             # For each head, first its query rows, then its gate rows.
             f"{stem}.q_proj": (2 * query, dims.hidden),
@@ -144,10 +144,10 @@ def _attention(dims: TargetDims, layer: str) -> Layout:
     )
 
 
-def _gdn(dims: TargetDims, layer: str) -> Layout:
+def _gdn(dims: TargetDims, layer: str) -> ExpectedTensors:
     g, stem = dims.gdn, f"{layer}.linear_attn"
     value = g.value_heads * g.value_dim
-    return Layout(
+    return ExpectedTensors(
         {
             f"{stem}.in_proj_qkv": (g.conv_channels, dims.hidden),
             f"{stem}.in_proj_z": (value, dims.hidden),

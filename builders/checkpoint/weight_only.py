@@ -1,7 +1,7 @@
 """Finds linears that are quantised in their weights only (W4A16).
 
 Their rows must stay as they are, even where a scale for these is stored. Tensors do not tell: only
-the JSON files do, each in one or more of three ways. One that says so is enough, should they
+the JSON files do, each in one or more of three ways. One declaration is enough, should they
 differ: rows that are kept cost time, rows that are quantised change results.
 Source: NVIDIA/Model-Optimizer modelopt/torch/export/convert_hf_config.py, and the `config_groups`
 of compressed-tensors.

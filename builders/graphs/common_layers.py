@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from thor_dflash.builders.graphs.graph_builder import Graph, Value
-from thor_dflash.builders.graphs.weight_placement import EMBEDDING, Packed, Source
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
+from thor_dflash.builders.graphs.weight_placement import EMBEDDING, PlacedLinear, WeightPlacement
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
-NO_VALUES: Mapping[str, Value] = {}
+NO_VALUES: Mapping[str, GraphValue] = {}
 NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 
 
-def embed(g: Graph, source: Source, tokens: Value, activations: DType) -> Value:
+def embed(
+    g: GraphBuilder, source: WeightPlacement, tokens: GraphValue, activations: DType
+) -> GraphValue:
     """Look up rows of the target's embedding table, in the activations' type."""
     table = source.plain(g, EMBEDDING)
     rows = g.node(
@@ -29,28 +31,28 @@ def embed(g: Graph, source: Source, tokens: Value, activations: DType) -> Value:
 
 
 def project(
-    g: Graph,
+    g: GraphBuilder,
     name: str,
-    x: Value,
-    weights: Sequence[Packed],
-    inputs: Mapping[str, Value] = NO_VALUES,
+    x: GraphValue,
+    weights: Sequence[PlacedLinear],
+    inputs: Mapping[str, GraphValue] = NO_VALUES,
     attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
-) -> list[Value]:
+) -> list[GraphValue]:
     """Add a `linear` of one or more weights over the same rows. Returns one output per weight."""
     segments = [w.values(g, i) for i, w in enumerate(weights)]
     ports = {"x": x, **inputs, **{k: v for s in segments for k, v in s.items()}}
-    return list(g.room(LINEAR, name, ports, {"segments": len(weights), **attributes}).values())
+    return list(g.operator(LINEAR, name, ports, {"segments": len(weights), **attributes}).values())
 
 
 def residual(
-    g: Graph,
-    source: Source,
+    g: GraphBuilder,
+    source: WeightPlacement,
     name: str,
-    x: Value,
-    onto: Value,
-    inputs: Mapping[str, Value] = NO_VALUES,
+    x: GraphValue,
+    onto: GraphValue,
+    inputs: Mapping[str, GraphValue] = NO_VALUES,
     attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
-) -> Value:
+) -> GraphValue:
     """onto + x w^T."""
     return project(
         g,
@@ -62,7 +64,13 @@ def residual(
     )[0]
 
 
-def mlp(g: Graph, source: Source, layer: str, x: Value, norm: Mapping[str, Attribute]) -> Value:
+def mlp(
+    g: GraphBuilder,
+    source: WeightPlacement,
+    layer: str,
+    x: GraphValue,
+    norm: Mapping[str, Attribute],
+) -> GraphValue:
     """x + down(silu(gate h) * (up h)), h the normed x."""
     weights = [source.packed(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")]
     weight = source.plain(g, f"{layer}.post_attention_layernorm.weight")

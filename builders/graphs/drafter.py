@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
-from thor_dflash.builders.graphs.graph_builder import Graph, Value, integers
-from thor_dflash.builders.graphs.target import Shape
-from thor_dflash.builders.graphs.weight_placement import Source
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
+from thor_dflash.builders.graphs.target import GraphOptions
+from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
@@ -15,16 +15,16 @@ from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
 
-class Drafter:
+class DrafterGraphs:
     """Writes the drafter's layers into graphs. They use the target's embedding and head."""
 
     def __init__(
         self,
         dims: DrafterDims,
-        source: Source,
-        target: Source,
+        source: WeightPlacement,
+        target: WeightPlacement,
         tied: bool,
-        shape: Shape,
+        shape: GraphOptions,
         draft_ids: Array | None = None,
     ) -> None:
         self._dims = dims
@@ -36,9 +36,9 @@ class Drafter:
         self._shape = shape
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
-    def propose(self) -> Graph:
+    def propose(self) -> GraphBuilder:
         """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation."""
-        g = Graph("propose")
+        g = GraphBuilder("propose")
         last = g.input("last", DType.I32, (1,))
         rows = self._shape.block
         masks = np.full(rows - 1, self._dims.mask_token, np.int32)
@@ -47,7 +47,7 @@ class Drafter:
         for i in range(len(self._dims.layers)):
             x = self._attention(g, i, x)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
-        best = g.room(
+        best = g.operator(
             HEAD,
             "head",
             {
@@ -60,9 +60,9 @@ class Drafter:
         g.output(self._compose(g, last, best))
         return g
 
-    def observe(self, name: str, rows: int) -> Graph:
+    def observe(self, name: str, rows: int) -> GraphBuilder:
         """taps [rows] of positions length .. length + rows - 1 -> keys and values in the rings."""
-        g = Graph(name)
+        g = GraphBuilder(name)
         dims, source = self._dims, self._source
         width = len(dims.taps) * dims.hidden
         taps = g.input("taps", self._shape.activations, (rows, width))
@@ -84,7 +84,7 @@ class Drafter:
                 f"k_norm{i}": source.plain(g, f"layers.{i}.self_attn.k_norm.weight"),
             }
             ports |= {f"ring_{n}{i}": self._ring(g, i, n) for n in "kv"}
-        out = g.room(
+        out = g.operator(
             CONTEXT_KV,
             f"{source.prefix}context_kv",
             ports,
@@ -95,7 +95,7 @@ class Drafter:
             g.output(value)
         return g
 
-    def _attention(self, g: Graph, i: int, x: Value) -> Value:
+    def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         source, layer = self._source, f"layers.{i}.self_attn"
         q, k, v = project(
             g,
@@ -105,7 +105,7 @@ class Drafter:
             {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
             self._norm,
         )
-        o = g.room(
+        o = g.operator(
             DRAFT_ATTENTION,
             f"{source.prefix}{layer}",
             {
@@ -138,7 +138,7 @@ class Drafter:
             "norm_eps": self._dims.eps,
         }
 
-    def _ring(self, g: Graph, i: int, name: str) -> Value:
+    def _ring(self, g: GraphBuilder, i: int, name: str) -> GraphValue:
         a = self._dims.attention
         return g.input(
             f"drafter.{i}.{name}",
@@ -146,7 +146,7 @@ class Drafter:
             (a.kv_heads, f"ring_rows.{i}", a.head_dim),
         )
 
-    def _head(self, g: Graph) -> dict[str, Value]:
+    def _head(self, g: GraphBuilder) -> dict[str, GraphValue]:
         """Return the target's head, or a copy of its rows for the ids that may be proposed."""
         ids = self._draft_ids
         if ids is None:
@@ -154,7 +154,7 @@ class Drafter:
         rows = self._target.packed("lm_head", ids, "draft").values(g, 0)
         return {**rows, "id_map": g.constant("draft_ids", ids)}
 
-    def _compose(self, g: Graph, last: Value, best: Value) -> Value:
+    def _compose(self, g: GraphBuilder, last: GraphValue, best: GraphValue) -> GraphValue:
         """[last, drafts], where a forced id replaces the draft of its row."""
         rows = self._shape.block
         forced = g.input("forced", DType.I32, (rows,))
@@ -171,7 +171,7 @@ class Drafter:
         return g.node("Concat", "tokens", DType.I32, (rows,), last, narrow, axis=0)
 
 
-def _slice(g: Graph, name: str, x: Value, start: int, end: int) -> Value:
+def _slice(g: GraphBuilder, name: str, x: GraphValue, start: int, end: int) -> GraphValue:
     return g.node(
         "Slice",
         f"{name}.slice",
@@ -183,6 +183,6 @@ def _slice(g: Graph, name: str, x: Value, start: int, end: int) -> Value:
     )
 
 
-def _wide(g: Graph, name: str, x: Value) -> Value:
+def _wide(g: GraphBuilder, name: str, x: GraphValue) -> GraphValue:
     # ONNX Runtime's Where does not support int32.
     return g.node("Cast", f"{name}.wide", DType.I64, x.shape, x, to=ONNX_TYPE[DType.I64])

@@ -1,4 +1,4 @@
-"""An ONNX graph under construction: typed values, room calls, weights by reference."""
+"""An ONNX graph under construction: typed values, operator calls, weights by reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from thor_dflash.builders.output.weight_files import Stored
+from thor_dflash.builders.output.weight_files import StoredTensor
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import DOMAIN, IN_PLACE, VERSION, Attribute, Op, bind
 from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function, node
@@ -19,7 +19,7 @@ Shape = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class GraphValue:
     """An edge of the graph."""
 
     name: str
@@ -27,31 +27,31 @@ class Value:
     shape: Shape
 
 
-class Graph:
+class GraphBuilder:
     """Nodes, inputs and outputs of one step, in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._nodes: list[onnx.NodeProto] = []
-        self._inputs: dict[str, Value] = {}
-        self._outputs: dict[str, Value] = {}
-        self._known: dict[str, Value] = {}
+        self._inputs: dict[str, GraphValue] = {}
+        self._outputs: dict[str, GraphValue] = {}
+        self._known: dict[str, GraphValue] = {}
         self._weights: dict[str, onnx.TensorProto] = {}
         self._functions: dict[str, onnx.FunctionProto] = {}
         self._in_place: set[str] = set()
 
-    def input(self, name: str, dtype: DType, shape: Sequence[int | str]) -> Value:
+    def input(self, name: str, dtype: DType, shape: Sequence[int | str]) -> GraphValue:
         """Return an input of the graph; created at the first call with this name."""
-        value = Value(name, dtype, tuple(shape))
+        value = GraphValue(name, dtype, tuple(shape))
         known = self._inputs.setdefault(name, value)
         assert known == value, name
         return known
 
-    def output(self, value: Value) -> None:
+    def output(self, value: GraphValue) -> None:
         """Make a value an output, under its own name."""
         self._outputs[value.name] = value
 
-    def weight(self, stored: Stored) -> Value:
+    def weight(self, stored: StoredTensor) -> GraphValue:
         """Return a tensor of the package's weight files as a value."""
         if stored.name not in self._weights:
             tensor = onnx.TensorProto(
@@ -62,12 +62,12 @@ class Graph:
             for key, value in place.items():
                 tensor.external_data.add(key=key, value=str(value))
             self._weights[stored.name] = tensor
-        return Value(stored.name, stored.dtype, stored.shape)
+        return GraphValue(stored.name, stored.dtype, stored.shape)
 
-    def constant(self, name: str, value: Array) -> Value:
+    def constant(self, name: str, value: Array) -> GraphValue:
         """Add a small tensor that is held in the graph itself."""
         self._weights[name] = numpy_helper.from_array(value, name)
-        return Value(name, DType.of(value), value.shape)
+        return GraphValue(name, DType.of(value), value.shape)
 
     def node(
         self,
@@ -75,35 +75,35 @@ class Graph:
         name: str,
         dtype: DType,
         shape: Sequence[int | str],
-        *inputs: Value,
+        *inputs: GraphValue,
         **attributes: Attribute,
-    ) -> Value:
+    ) -> GraphValue:
         """Add a node of the standard domain. Returns its one output, which has the node's name."""
         made = node(kind, [v.name for v in inputs], [name], attributes)
         made.name = name
         self._nodes.append(made)
-        value = Value(name, dtype, tuple(shape))
+        value = GraphValue(name, dtype, tuple(shape))
         self._known[name] = value
         return value
 
-    def room(
+    def operator(
         self,
         op: Op,
         name: str,
-        inputs: Mapping[str, Value],
+        inputs: Mapping[str, GraphValue],
         attributes: Mapping[str, Attribute],
         names: Mapping[str, str] | None = None,
-    ) -> dict[str, Value]:
-        """Add a call of a room. Outputs are `<name>.<port>` unless `names` says otherwise."""
+    ) -> dict[str, GraphValue]:
+        """Add a call of an operator. Outputs are `<name>.<port>` unless renamed in `names`."""
         a = op.complete(attributes)
         dtypes = {port: value.dtype for port, value in inputs.items()}
-        letters = bind(op, {port: value.shape for port, value in inputs.items()}, a)
-        outputs: dict[str, Value] = {}
+        sizes = bind(op, {port: value.shape for port, value in inputs.items()}, a)
+        outputs: dict[str, GraphValue] = {}
         for port in op.outputs_of(a):
             dtype = dtypes[port.like] if port.like else port.dtypes[0]
-            shape = tuple(letters[d] if isinstance(d, str) else d for d in port.shape)
+            shape = tuple(sizes[d] if isinstance(d, str) else d for d in port.shape)
             out = (names or {}).get(port.name, f"{name}.{port.name}")
-            outputs[port.name] = self._known[out] = Value(out, dtype, shape)
+            outputs[port.name] = self._known[out] = GraphValue(out, dtype, shape)
             if op.alias_of(port.name):
                 self._in_place.add(out)
         made = call(
@@ -141,7 +141,7 @@ class Graph:
         return model
 
 
-def _info(value: Value) -> onnx.ValueInfoProto:
+def _info(value: GraphValue) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(value.name, ONNX_TYPE[value.dtype], value.shape)
 
 

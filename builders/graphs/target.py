@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
-from thor_dflash.builders.graphs.graph_builder import Graph, Value
-from thor_dflash.builders.graphs.weight_placement import Source, gate_rows
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
+from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION
@@ -22,7 +22,7 @@ ID_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class GraphOptions:
     """What a package fixes about its graphs beyond the models' sizes."""
 
     block: int
@@ -43,14 +43,14 @@ class Shape:
         return ("record_qkv", "record_k", "record_d", "record_decay")
 
 
-class Target:
+class TargetGraphs:
     """Writes the target's layers into graphs."""
 
     def __init__(
         self,
         dims: TargetDims,
-        source: Source,
-        shape: Shape,
+        source: WeightPlacement,
+        shape: GraphOptions,
         kv_scales: dict[int, tuple[float, float]],
     ) -> None:
         self._dims = dims
@@ -59,11 +59,11 @@ class Target:
         self._kv_scales = kv_scales
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 1.0}
 
-    def verify(self) -> Graph:
+    def verify(self) -> GraphBuilder:
         """tokens [R] -> logits, taps. Folds the state, and writes cache rows and records."""
-        g = Graph("verify")
+        g = GraphBuilder("verify")
         x = self._layers(g, "verify", self._shape.block)
-        out = g.room(
+        out = g.operator(
             HEAD,
             "head",
             {
@@ -77,15 +77,15 @@ class Target:
         g.output(out["logits"])
         return g
 
-    def prefill(self) -> Graph:
+    def prefill(self) -> GraphBuilder:
         """tokens [chunk], of which the first `valid` count -> taps. Advances the state."""
-        g = Graph("prefill")
+        g = GraphBuilder("prefill")
         self._layers(g, "prefill", self._shape.chunk)
         return g
 
-    def accept(self, masked: bool) -> Graph:
+    def accept(self, masked: bool) -> GraphBuilder:
         """logits -> record."""
-        g = Graph("accept_masked" if masked else "accept")
+        g = GraphBuilder("accept_masked" if masked else "accept")
         rows = self._shape.block
         ports = {
             "logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
@@ -100,14 +100,14 @@ class Target:
         if masked:
             ports["mask"] = g.input("mask", DType.I32, (rows, -(-self._shape.vocab // 32)))
         attributes: dict[str, Attribute] = {"vocab": self._shape.vocab, "rows": rows}
-        out = g.room(ACCEPT, "accept", ports, attributes, {"record": "record"})
+        out = g.operator(ACCEPT, "accept", ports, attributes, {"record": "record"})
         g.output(out["record"])
         return g
 
-    def _layers(self, g: Graph, mode: Mode, rows: int) -> Value:
+    def _layers(self, g: GraphBuilder, mode: Mode, rows: int) -> GraphValue:
         tokens = g.input("tokens", DType.I32, (rows,))
         x = embed(g, self._source, tokens, self._shape.activations)
-        outputs: list[Value] = []
+        outputs: list[GraphValue] = []
         for i, kind in enumerate(self._dims.layers):
             x = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
@@ -118,7 +118,7 @@ class Target:
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))
         return x
 
-    def _gdn(self, g: Graph, i: int, x: Value, mode: Mode) -> Value:
+    def _gdn(self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode) -> GraphValue:
         dims, source, layer = self._dims.gdn, self._source, f"layers.{i}.linear_attn"
         qkv, z, b, a = project(
             g,
@@ -143,7 +143,7 @@ class Target:
         }
         if mode == "prefill":
             ports["valid"] = g.input("valid", DType.I32, (1,))
-        out = g.room(
+        out = g.operator(
             GDN,
             layer,
             ports,
@@ -185,7 +185,7 @@ class Target:
         }
         return {part: every[part] for part in ("state", "tail", *self._shape.records)}
 
-    def _attention(self, g: Graph, i: int, x: Value) -> Value:
+    def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
         q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
         q, gate, k, v = project(
@@ -203,7 +203,7 @@ class Target:
         )
         scale_k, scale_v = self._kv_scales.get(i, (1.0, 1.0))
         cache = (dims.kv_heads, "cache_rows", dims.head_dim)
-        out = g.room(
+        out = g.operator(
             VERIFY_ATTENTION,
             layer,
             {

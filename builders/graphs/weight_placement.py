@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind, finite
-from thor_dflash.builders.graphs.graph_builder import Graph, Value
-from thor_dflash.builders.output.weight_files import Stored, WeightFiles
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
+from thor_dflash.builders.output.weight_files import StoredTensor, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 
@@ -30,14 +30,14 @@ class Checkpoint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PlacedLinear:
     """One stored weight of a linear: codes and scales."""
 
-    weight: Stored
-    block_scale: Stored | None
-    row_scale: Stored | None
+    weight: StoredTensor
+    block_scale: StoredTensor | None
+    row_scale: StoredTensor | None
 
-    def values(self, g: Graph, i: int) -> dict[str, Value]:
+    def values(self, g: GraphBuilder, i: int) -> dict[str, GraphValue]:
         """Return the weight's parts as ports of segment i of a `linear` or a head."""
         parts = {
             "weight": self.weight,
@@ -48,7 +48,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Source:
+class WeightPlacement:
     """Places a checkpoint's tensors in weight files, each once, however many graphs use it."""
 
     checkpoint: Checkpoint
@@ -57,24 +57,24 @@ class Source:
     """Prefix of every name in the package, so that names of target and drafter do not collide."""
     input_scales: dict[str, float] = field(default_factory=dict[str, float])
     """Stored weight -> Matrix.input_scale, if it has one."""
-    _packed: dict[str, Packed] = field(default_factory=dict[str, Packed])
-    _plain: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    _packed: dict[str, PlacedLinear] = field(default_factory=dict[str, PlacedLinear])
+    _plain: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     _classes: Counter[tuple[str, WeightKind]] = field(
         default_factory=Counter[tuple[str, WeightKind]]
     )
     _bytes: Counter[tuple[str, WeightKind]] = field(default_factory=Counter[tuple[str, WeightKind]])
 
-    def packed(self, name: str, rows: Array | None = None, part: str = "") -> Packed:
+    def packed(self, name: str, rows: Array | None = None, part: str = "") -> PlacedLinear:
         """Return a linear's weight, or the given rows of it as `<name>.<part>`."""
         key = f"{name}.{part}" if part else name
         if key not in self._packed:
             self._packed[key] = self._pack(name, key, rows)
         return self._packed[key]
 
-    def _pack(self, name: str, key: str, rows: Array | None) -> Packed:
+    def _pack(self, name: str, key: str, rows: Array | None) -> PlacedLinear:
         matrix = self.checkpoint.matrix(name)
 
-        def stored(field_name: str, whole: Array | None) -> Stored | None:
+        def stored(field_name: str, whole: Array | None) -> StoredTensor | None:
             if whole is None:
                 return None
             shape = (len(whole) if rows is None else len(rows), *whole.shape[1:])
@@ -87,7 +87,7 @@ class Source:
                 lambda: finite(whole if rows is None else whole[rows], own),
             )
 
-        packed = Packed(
+        packed = PlacedLinear(
             _some(stored("weight", matrix.codes)),
             stored("block_scale", matrix.block_scale),
             stored("row_scale", matrix.row_scale),
@@ -101,15 +101,15 @@ class Source:
         self._bytes[tensor_class] += sum(p.nbytes for p in parts if p is not None)
         return packed
 
-    def plain(self, g: Graph, name: str) -> Value:
+    def plain(self, g: GraphBuilder, name: str) -> GraphValue:
         """Return a tensor as the checkpoint stores it."""
         return g.weight(self._place(name))
 
-    def head(self, tied: bool) -> Packed:
+    def head(self, tied: bool) -> PlacedLinear:
         """Return the vocabulary projection; if tied, that is the embedding table, stored once."""
-        return Packed(self._place(EMBEDDING), None, None) if tied else self.packed("lm_head")
+        return PlacedLinear(self._place(EMBEDDING), None, None) if tied else self.packed("lm_head")
 
-    def _place(self, name: str) -> Stored:
+    def _place(self, name: str) -> StoredTensor:
         if name not in self._plain:
             array, own = self.checkpoint.tensor(name), self.prefix + name
             self._plain[name] = self.files.add(
@@ -130,7 +130,7 @@ class Source:
         return f"{WEIGHTS}{self.prefix}{stem}.bin"
 
 
-def _some(stored: Stored | None) -> Stored:
+def _some(stored: StoredTensor | None) -> StoredTensor:
     assert stored is not None
     return stored
 

@@ -1,4 +1,4 @@
-"""Lowers ONNX graphs to launch lists (programs): the room calls in order, weights packed as the
+"""Lowers ONNX graphs to launch lists (programs): the operator calls in order, weights packed as the
 kernels read them, and an offset in scratch memory for every intermediate value.
 
 The ONNX graph is the only description of a model: a program is derived from its nodes. The few
@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from thor_dflash.builders.lowering.op_call import Known, RoomCall
-from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
+from thor_dflash.builders.lowering.packed_weights import WeightPacker
 from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.tensors import DType
@@ -45,11 +45,11 @@ class _Lowering:
     """The state of lowering one graph to a program."""
 
     model: onnx.ModelProto
-    packing: Packing
-    known: dict[str, Known] = field(default_factory=dict[str, Known])
+    packing: WeightPacker
+    known: dict[str, ValueType] = field(default_factory=dict[str, ValueType])
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict[str, onnx.TensorProto])
     makers: dict[str, onnx.NodeProto] = field(default_factory=dict[str, onnx.NodeProto])
-    calls: list[RoomCall] = field(default_factory=list[RoomCall])
+    calls: list[OperatorCall] = field(default_factory=list[OperatorCall])
     weights: dict[str, Weight] = field(default_factory=dict[str, Weight])
 
     @property
@@ -61,10 +61,10 @@ class _Lowering:
         for info in (*graph.input, *graph.output, *graph.value_info):
             kind = info.type.tensor_type
             shape = tuple(d.dim_param or int(d.dim_value) for d in kind.shape.dim)
-            self.known[info.name] = Known(_DTYPES[kind.elem_type], shape)
+            self.known[info.name] = ValueType(_DTYPES[kind.elem_type], shape)
         for tensor in graph.initializer:
             self.constants[tensor.name] = tensor
-            self.known[tensor.name] = Known(_DTYPES[tensor.data_type], tuple(tensor.dims))
+            self.known[tensor.name] = ValueType(_DTYPES[tensor.data_type], tuple(tensor.dims))
         for node in graph.node:
             self.makers |= dict.fromkeys(node.output, node)
 
@@ -78,11 +78,11 @@ class _Lowering:
         """Collect the calls in order; a pattern of standard nodes counts at its last node."""
         for node in self.model.graph.node:
             if node.domain == DOMAIN:
-                self.calls.append(self._room(node))
+                self.calls.append(self._operator(node))
             elif (call := self._standard(node)) is not None:
                 self.calls.append(call)
 
-    def _room(self, node: onnx.NodeProto) -> RoomCall:
+    def _operator(self, node: onnx.NodeProto) -> OperatorCall:
         op = _TYPES[node.op_type]
         given = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         values = {
@@ -93,7 +93,7 @@ class _Lowering:
         a = op.complete(values)
         ins = zip(op.inputs_of(a), node.input, strict=False)
         outs = zip(op.outputs_of(a), node.output, strict=True)
-        return RoomCall(
+        return OperatorCall(
             node.name,
             op.name,
             dict(a.values),
@@ -101,7 +101,7 @@ class _Lowering:
             {port.name: name for port, name in outs},
         )
 
-    def _standard(self, node: onnx.NodeProto) -> RoomCall | None:
+    def _standard(self, node: onnx.NodeProto) -> OperatorCall | None:
         used = [n for n in self.model.graph.node if set(node.output) & set(n.input)]
         if node.op_type == "Gather":
             return None if _is(used, "Cast") else self._embed(node, node)
@@ -109,7 +109,7 @@ class _Lowering:
             return self._embed(self.makers[node.input[0]], node)
         if node.op_type == "Concat" and self._axis(node) == 1:
             sources = {f"x{i}": name for i, name in enumerate(node.input)}
-            return RoomCall(node.name, "concat", {}, sources, {"y": node.output[0]})
+            return OperatorCall(node.name, "concat", {}, sources, {"y": node.output[0]})
         if node.op_type == "Concat" and _is(used, "Gather"):
             return None  # the ids of a drafted block, which `_embed` includes
         if node.op_type == "Concat" and len(node.input) == 2:
@@ -121,7 +121,7 @@ class _Lowering:
     def _axis(self, node: onnx.NodeProto) -> int:
         return next(int(a.i) for a in node.attribute if a.name == "axis")
 
-    def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> RoomCall:
+    def _embed(self, gather: onnx.NodeProto, last: onnx.NodeProto) -> OperatorCall:
         """rows = table[ids]; for a drafter, the ids are one id followed by mask tokens."""
         table, ids = gather.input
         mask = -1
@@ -131,7 +131,7 @@ class _Lowering:
             if len(tokens) != 1:
                 raise self.refuse(concat, "the masks must be one token")
             [mask] = tokens
-        return RoomCall(
+        return OperatorCall(
             last.output[0],
             "embed",
             {"mask": int(mask)},
@@ -139,7 +139,7 @@ class _Lowering:
             {"rows": last.output[0]},
         )
 
-    def _compose(self, node: onnx.NodeProto) -> RoomCall:
+    def _compose(self, node: onnx.NodeProto) -> OperatorCall:
         """tokens = [last, where(forced < 0, max(best[1:], 0), forced[:-1])], computed in int64."""
         last, follow = node.input
         where = self._up(self._up(node, 1, "Cast"), 0, "Where")
@@ -151,7 +151,7 @@ class _Lowering:
         rows = self.known[node.output[0]].shape[0]
         if ends != [1, rows, 0, int(rows) - 1] or less.input[0] != where.input[2]:
             raise self.refuse(node, f"not the composing of a block ({follow})")
-        return RoomCall(
+        return OperatorCall(
             node.output[0],
             "compose",
             {},
@@ -170,7 +170,7 @@ class _Lowering:
         read = {n for call in self.calls for n in call.inputs.values()}
         read |= {o.name for o in self.model.graph.output}
         for call in self.calls:
-            rule = KERNELS[call.room]
+            rule = KERNELS[call.op]
             call.outputs = {
                 port: name
                 for port, name in call.outputs.items()
@@ -193,7 +193,9 @@ class _Lowering:
             if not _prepares(maker, call) or order.get(gate, -1) > order[x]:
                 continue
             rows, columns = (int(n) for n in self.known[x].shape)
-            self._share(f"{x}.slabs", Known(DType.BF16, slabs(rows, columns)), maker, call, "slabs")
+            self._share(
+                f"{x}.slabs", ValueType(DType.BF16, slabs(rows, columns)), maker, call, "slabs"
+            )
             if gate:
                 maker.inputs["next_gate"] = gate
             if norm:
@@ -201,26 +203,28 @@ class _Lowering:
                 maker.attributes["next_norm_offset"] = call.attributes["norm_offset"]
                 head = int(call.attributes.get("head_dim", 0))
                 shape = head_squares(columns // head) if head else row_squares(columns)
-                self._share(f"{x}.squares", Known(DType.F32, shape), maker, call, "squares")
+                self._share(f"{x}.squares", ValueType(DType.F32, shape), maker, call, "squares")
 
-    def _share(self, name: str, known: Known, maker: RoomCall, call: RoomCall, port: str) -> None:
+    def _share(
+        self, name: str, known: ValueType, maker: OperatorCall, call: OperatorCall, port: str
+    ) -> None:
         self.known[name] = known
         maker.outputs[f"y0_{port}"] = call.inputs[f"x_{port}"] = name
 
-    def _takes_slabs(self, call: RoomCall) -> bool:
-        if call.room not in ("linear", "head"):
+    def _takes_slabs(self, call: OperatorCall) -> bool:
+        if call.op not in ("linear", "head"):
             return False
         columns = int(self.known[call.inputs["x"]].shape[1])
         fits = not call.attributes.get("head_dim", 0) or takes_heads(self.site(call, {}))
         return fits and self._few(call) and columns % SLAB == 0
 
-    def _few(self, product: RoomCall) -> bool:
+    def _few(self, product: OperatorCall) -> bool:
         return int(self.known[product.inputs["x"]].shape[0]) <= SQUARES_ROWS
 
     def pack(self) -> None:
         """Replace the weights of each call by their packed form; keep other constants."""
         for call in self.calls:
-            rule = KERNELS[call.room]
+            rule = KERNELS[call.op]
             if rule.packed is not None:
                 ports = [p for p in call.inputs if p.rstrip("0123456789") in _WEIGHT_PORTS]
                 sources = {port: call.inputs.pop(port) for port in ports}
@@ -241,14 +245,14 @@ class _Lowering:
         memory busy itself, as does gdn in a prefill step of any size.
         """
         idle = False
-        before: RoomCall | None = None  # an idle call, or a product whose weight was prefetched
+        before: OperatorCall | None = None  # an idle call, or a product whose weight was prefetched
         for call in self.calls:
             if "packed" in call.inputs:
                 fetched = before is not None and self._few(call)
                 if before is not None and fetched:
                     before.inputs[PREFETCHED] = call.inputs["packed"]
                 before, idle = (call if fetched and idle else None), False
-            elif KERNELS[call.room].prefetches(call.attributes):
+            elif KERNELS[call.op].prefetches(call.attributes):
                 before, idle = call, True
 
     def _place(self, name: str) -> None:
@@ -261,23 +265,23 @@ class _Lowering:
 
     def _use(self, name: str) -> None:
         stored = self.packing.stored(name)
-        self.known[name] = Known(stored.dtype, stored.shape)
+        self.known[name] = ValueType(stored.dtype, stored.shape)
         self.weights[name] = Weight(
             dtype=stored.dtype.value, shape=stored.shape, file=stored.file, offset=stored.offset
         )
 
-    def site(self, call: RoomCall, more: Mapping[str, str]) -> CallSite:
+    def site(self, call: OperatorCall, more: Mapping[str, str]) -> CallSite:
         """Return the call with every size a number; NOMINAL stands for sizes a session decides."""
         ports: dict[str, Shaped] = {}
         for port, name in {**call.inputs, **more, **call.outputs}.items():
             known = self.known[name]
             shape = tuple(NOMINAL if isinstance(d, str) else d for d in known.shape)
             ports[port] = Shaped(known.dtype, shape)
-        return CallSite(KERNELS[call.room].op, Attributes(call.attributes), ports)
+        return CallSite(KERNELS[call.op].op, Attributes(call.attributes), ports)
 
-    def check(self, call: RoomCall, site: CallSite) -> None:
+    def check(self, call: OperatorCall, site: CallSite) -> None:
         """Refuse at build time what the engine would refuse when it loads the package."""
-        if why := KERNELS[call.room].refuse(site):
+        if why := KERNELS[call.op].refuse(site):
             # Only the rows of a block have a bound. Those of a weight are the checkpoint's.
             bound = " at most " in why and " rows (" in why
             hint = "; build.block and build.widths set the rows of a step" if bound else ""
@@ -291,7 +295,7 @@ class _Lowering:
         outside = {i.name for i in (*graph.input, *graph.output)}
         used = {n for call in self.calls for n in (*call.inputs.values(), *call.outputs.values())}
         inside = [n for n in used if n not in outside and n not in self.weights]
-        offsets, scratch = place(self._lives(set(inside)))
+        offsets, scratch = assign_offsets(self._lives(set(inside)))
         return Program(
             name=self.name,
             inputs={i.name: self._value(i.name) for i in graph.input},
@@ -299,7 +303,7 @@ class _Lowering:
             values={name: self._value(name, offsets[name]) for name in sorted(inside)},
             weights=self.weights,
             steps=tuple(
-                Step(name=c.name, op=c.room, attributes=c.attributes,
+                Step(name=c.name, op=c.op, attributes=c.attributes,
                      ports={**c.inputs, **c.outputs})
                 for c in self.calls
             ),
@@ -310,12 +314,12 @@ class _Lowering:
         known = self.known[name]
         return Value(dtype=known.dtype.value, shape=known.shape, offset=offset)
 
-    def _lives(self, inside: set[str]) -> list[Life]:
-        lives: dict[str, Life] = {}
+    def _lives(self, inside: set[str]) -> list[Lifetime]:
+        lives: dict[str, Lifetime] = {}
         for at, call in enumerate(self.calls):
             for name in (*call.inputs.values(), *call.outputs.values()):
                 if name in inside:
-                    life = lives.setdefault(name, Life(name, self._nbytes(name), at, at))
+                    life = lives.setdefault(name, Lifetime(name, self._nbytes(name), at, at))
                     life.last = at
         return list(lives.values())
 
@@ -330,9 +334,9 @@ NOMINAL = 128
 _WEIGHT_PORTS = ("weight", "block_scale", "row_scale")
 
 
-def _prepares(maker: RoomCall, call: RoomCall) -> bool:
+def _prepares(maker: OperatorCall, call: OperatorCall) -> bool:
     """Whether a call can write its rows as slabs for another call's product."""
-    rule, gate = KERNELS[maker.room], call.attributes.get("gate", "none")
+    rule, gate = KERNELS[maker.op], call.attributes.get("gate", "none")
     if call.attributes.get("head_dim", 0):
         normed = "norm_weight" in call.inputs
         return normed and gate == "silu" and rule.fuses_head_norm(maker.attributes)
@@ -352,7 +356,7 @@ def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:
 
 
 @dataclass(slots=True)
-class Life:
+class Lifetime:
     """A value's lifetime: from the step that writes it to the last that reads it, inclusive."""
 
     name: str
@@ -361,14 +365,14 @@ class Life:
     last: int
 
 
-def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
+def assign_offsets(lives: Sequence[Lifetime]) -> tuple[dict[str, int], int]:
     """Assign offsets so that values alive at the same time never overlap. Returns them and the
     total size, bytes.
 
     Largest first, each at the lowest offset that is free for its whole lifetime (greedy by size;
     Pisarchyk and Lee 2020).
     """
-    placed: list[tuple[int, Life]] = []
+    placed: list[tuple[int, Lifetime]] = []
     for life in sorted(lives, key=lambda v: (-v.nbytes, v.first, v.name)):
         busy = sorted(
             (offset, offset + other.nbytes)
@@ -385,7 +389,7 @@ def place(lives: Sequence[Life]) -> tuple[dict[str, int], int]:
     return {life.name: offset for offset, life in placed}, total
 
 
-def lower(model: onnx.ModelProto, packing: Packing, *, fused: bool = True) -> Program:
+def lower(model: onnx.ModelProto, packing: WeightPacker, *, fused: bool = True) -> Program:
     """Lower one graph to its launch list; its weights are added to `packing`. `fused` false is for
     measurements, see unfused.py.
 

@@ -1,4 +1,4 @@
-"""A program under construction: the room calls of a graph, and the types of its values."""
+"""A program under construction: the operator calls of a graph, and the types of its values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thor_dflash.plugins.contract import Attribute
 
 
 @dataclass(slots=True)
-class Known:
+class ValueType:
     """Type and shape of a value. A size that a session decides is symbolic, a string."""
 
     dtype: DType
@@ -17,11 +17,11 @@ class Known:
 
 
 @dataclass(slots=True)
-class RoomCall:
+class OperatorCall:
     """A future program step: passes over the list of calls add, drop and rename its ports."""
 
     name: str
-    room: str
+    op: str
     attributes: dict[str, Attribute]
     inputs: dict[str, str]
     """Port -> value."""

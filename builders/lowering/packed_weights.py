@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from thor_dflash.builders.output.weight_files import Stored, WeightFiles
+from thor_dflash.builders.output.weight_files import StoredTensor, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 from thor_dflash.plugins.launch import CallSite, OpKernels
@@ -15,19 +15,19 @@ CONSTANTS = f"{WEIGHTS}constants.bin"
 
 
 @dataclass(slots=True)
-class Packing:
+class WeightPacker:
     """The weight files of a package for an engine that runs programs."""
 
     source: WeightFiles
     """The weights as the checkpoints hold them, which the graphs refer to."""
     files: WeightFiles = field(default_factory=WeightFiles)
     """The packed weights, which the package will hold."""
-    _stored: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    _stored: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     _sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     _last: dict[str, dict[str, Array]] = field(default_factory=dict[str, dict[str, Array]])
     """Arrays of the last packed call, cached because its parts are written one after the other."""
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """Return where a weight is stored."""
         return self._stored[name]
 
@@ -48,7 +48,7 @@ class Packing:
 
     def packed(
         self, rule: OpKernels, site: CallSite, sources: Mapping[str, str]
-    ) -> dict[str, Stored]:
+    ) -> dict[str, StoredTensor]:
         """Add the packed form of a call's weights, `sources` (port -> name). Returns port -> packed
         weight.
         """
@@ -57,7 +57,7 @@ class Packing:
         stem, names = first.removesuffix(".weight"), tuple(sources.values())
         known = self._sources.setdefault(stem, names)
         assert known == names, (stem, names)
-        made: dict[str, Stored] = {}
+        made: dict[str, StoredTensor] = {}
         for port, shaped in rule.packed(site).items():
             name = f"{stem}.{port}"
             if name not in self._stored:

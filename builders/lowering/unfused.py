@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from thor_dflash.builders.lowering.op_call import Known, RoomCall
+from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
 
 ROUNDS = ("norm_eps", "norm_offset", "head_dim", "gate")
 """Attributes of a linear that belong to its prologue, before the product."""
 
 
-def unfused(calls: Sequence[RoomCall], known: dict[str, Known]) -> list[RoomCall]:
+def unfused(calls: Sequence[OperatorCall], known: dict[str, ValueType]) -> list[OperatorCall]:
     """Return the calls with every linear split up; the new values are added to `known`.
 
     The head keeps its norm: it is one call of hundreds, and it always includes a norm.
     """
-    made: list[RoomCall] = []
+    made: list[OperatorCall] = []
     for call in calls:
-        made += _apart(call, known) if call.room == "linear" else [call]
+        made += _apart(call, known) if call.op == "linear" else [call]
     return made
 
 
-def _apart(call: RoomCall, known: dict[str, Known]) -> Iterator[RoomCall]:
+def _apart(call: OperatorCall, known: dict[str, ValueType]) -> Iterator[OperatorCall]:
     product = replace(call, attributes=dict(call.attributes), inputs=dict(call.inputs))
     if "norm_weight" in call.inputs or call.attributes["gate"] != "none":
         yield _rows(product, known)
@@ -43,11 +43,11 @@ def _apart(call: RoomCall, known: dict[str, Known]) -> Iterator[RoomCall]:
     if epilogue == "residual":
         parts.append(product.inputs.pop("residual"))
     yield product
-    room = "silu_mul" if epilogue == "swiglu" else "add"
-    yield RoomCall(f"{call.name}.{room}", room, {}, dict(zip("ab", parts, strict=True)), {"y": y})
+    op = "silu_mul" if epilogue == "swiglu" else "add"
+    yield OperatorCall(f"{call.name}.{op}", op, {}, dict(zip("ab", parts, strict=True)), {"y": y})
 
 
-def _rows(product: RoomCall, known: dict[str, Known]) -> RoomCall:
+def _rows(product: OperatorCall, known: dict[str, ValueType]) -> OperatorCall:
     """Remove the prologue from a product. Returns the call that does it instead."""
     x, made = product.inputs["x"], f"{product.name}.rows"
     known[made] = known[x]
@@ -56,4 +56,4 @@ def _rows(product: RoomCall, known: dict[str, Known]) -> RoomCall:
     attributes = {name: product.attributes[name] for name in ROUNDS}
     product.inputs["x"] = made
     product.attributes |= {"gate": "none", "head_dim": 0}
-    return RoomCall(made, "rows", attributes, {"x": x, **ports}, {"y": made})
+    return OperatorCall(made, "rows", attributes, {"x": x, **ports}, {"y": made})

@@ -34,7 +34,7 @@ _EXCHANGE = 2
 _AT_CWD = -100
 
 
-class Staging:
+class AtomicPackage:
     """A package being written. Use as a context manager; without `finish` everything is deleted.
 
     `out` must not be inside another package. It must be free, or hold an earlier package, which
@@ -86,7 +86,7 @@ class Staging:
         self._discard()
         if full:
             raise PackageError(
-                f"the disk must have room for {self.out} (got: no space left on device)"
+                f"the disk must have space for {self.out} (got: no space left on device)"
             ) from error
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
@@ -294,7 +294,7 @@ def _install(partial: Path, out: Path) -> None:
         partial.rename(out)
         return
     check_out(out)
-    # After the swap the old package has the name of the staging directory. It is locked, so that a
+    # After the swap the old package has the name of the partial directory. It is locked, so that a
     # build that starts now does not use it while it is being deleted.
     handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:

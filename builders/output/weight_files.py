@@ -22,7 +22,7 @@ PIECE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor of a weight file."""
 
     name: str
@@ -41,7 +41,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    stored: Stored
+    stored: StoredTensor
     make: Callable[[], Array]
 
 
@@ -50,22 +50,22 @@ class WeightFiles:
     """Tensors by file, in the order they were added."""
 
     _sources: dict[str, list[_Source]] = field(default_factory=dict[str, list[_Source]])
-    _names: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    _names: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
 
     def add(
         self, file: str, name: str, dtype: DType, shape: Sequence[int], make: Callable[[], Array]
-    ) -> Stored:
+    ) -> StoredTensor:
         """Place a tensor at the end of a file. `make` is called when the file is written."""
         assert name not in self._names, name
         sources = self._sources.setdefault(file, [])
         end = sources[-1].stored.offset + sources[-1].stored.nbytes if sources else 0
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        stored = Stored(name, dtype, tuple(shape), file, offset)
+        stored = StoredTensor(name, dtype, tuple(shape), file, offset)
         sources.append(_Source(stored, make))
         self._names[name] = stored
         return stored
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         """Return where a tensor is stored."""
         return self._names[name]
 

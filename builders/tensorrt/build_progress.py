@@ -17,7 +17,7 @@ DEPTH = 2
 """Levels of phases that are shown; deeper ones change too fast to be read."""
 
 
-class Phases(trt.IProgressMonitor):
+class BuildProgress(trt.IProgressMonitor):
     """Shows the phases of a build as tasks. An exception in a callback, such as a keyboard
     interrupt, ends the build.
     """

@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from thor_dflash.builders.tensorrt.deployment_graph import Sheet
-from thor_dflash.builders.tensorrt.weight_constants import FP4, Constants
+from thor_dflash.builders.tensorrt.deployment_graph import DeploymentBuilder
+from thor_dflash.builders.tensorrt.weight_constants import FP4, EngineConstants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins import LINEAR
@@ -38,13 +38,13 @@ TRT = "trt"
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseLinears:
     """Writes the linears of one graph as standard nodes."""
 
     program: Program
     graph: onnx.GraphProto
     """The graph that the program was made from; it has the weights as the checkpoint holds them."""
-    constants: Constants
+    constants: EngineConstants
     scales: Mapping[str, float]
     """Stored weight -> Matrix.input_scale."""
 
@@ -67,7 +67,7 @@ class Dense:
             if self._dtype(name) is DType.U8 and name not in self.scales
         ]
 
-    def write(self, step: Step, sheet: Sheet) -> None:
+    def write(self, step: Step, sheet: DeploymentBuilder) -> None:
         """See Rewrite."""
         a = Attributes(step.attributes)
         ports = self._ports(step)
@@ -205,4 +205,4 @@ def _rename(nodes: list[onnx.NodeProto], old: str, new: str) -> None:
     node.output[list(node.output).index(old)] = new
 
 
-__all__ = ["FP4", "Dense"]
+__all__ = ["FP4", "DenseLinears"]

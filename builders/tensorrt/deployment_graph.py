@@ -34,20 +34,20 @@ _TAKEN = {"x_slabs", "x_squares"}
 """Ports of a step that reads them. Without them it can make them from `x`."""
 
 
-class Rewrite(Protocol):
+class StepRewriter(Protocol):
     """Writes some steps as standard nodes instead of a plugin."""
 
     def takes(self, step: Step) -> bool:
         """Whether it rewrites this step."""
         ...
 
-    def write(self, step: Step, sheet: Sheet) -> None:
+    def write(self, step: Step, sheet: DeploymentBuilder) -> None:
         """Add the step's nodes, and the constants that they read."""
         ...
 
 
 @dataclass(slots=True)
-class Sheet:
+class DeploymentBuilder:
     """A deployment graph under construction."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list[onnx.NodeProto])
@@ -80,13 +80,13 @@ class Deployment:
     """Number of linears whose products TensorRT computes itself, in FP4."""
 
 
-def deploy(program: Program, rewrite: Rewrite | None = None) -> Deployment:
+def deploy(program: Program, rewrite: StepRewriter | None = None) -> Deployment:
     """Return the deployment graph of a program.
 
     Raises:
         EngineError: a step reads a value that no earlier step makes.
     """
-    sheet = Sheet()
+    sheet = DeploymentBuilder()
     made = {*program.inputs, *program.weights}
     in_place: list[str] = []
     for step in _among_plugins(program, rewrite):
@@ -123,7 +123,7 @@ def _written(step: Step, made: Collection[str]) -> set[str]:
     return written
 
 
-def _among_plugins(program: Program, rewrite: Rewrite | None) -> list[Step]:
+def _among_plugins(program: Program, rewrite: StepRewriter | None) -> list[Step]:
     """Return the steps, with slabs kept only between two plugins."""
     ours = [step.ports for step in program.steps if rewrite is None or not rewrite.takes(step)]
     left, taken = ({p[port] for p in ours if port in p} for port in ("y0_slabs", "x_slabs"))
@@ -147,7 +147,9 @@ def _is_state(value: str) -> bool:
     return value.startswith(NEXT)
 
 
-def _custom(program: Program, step: Step, outs: Collection[str], sheet: Sheet) -> onnx.NodeProto:
+def _custom(
+    program: Program, step: Step, outs: Collection[str], sheet: DeploymentBuilder
+) -> onnx.NodeProto:
     rule = KERNELS[step.op]
     shapes = {port: _shaped(program, name) for port, name in step.ports.items()}
     attributes = Attributes({**rule.op.attributes, **step.attributes})
@@ -191,7 +193,7 @@ def info(name: str, dtype: str, shape: Shape) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, ONNX_TYPE[kind], dims)
 
 
-def _model(program: Program, sheet: Sheet) -> onnx.ModelProto:
+def _model(program: Program, sheet: DeploymentBuilder) -> onnx.ModelProto:
     made = {name for node in sheet.nodes for name in node.output}
     inside = {n: info(n, v.dtype, v.shape) for n, v in program.values.items() if n in made}
     graph = helper.make_graph(

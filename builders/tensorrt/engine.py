@@ -16,13 +16,13 @@ from pathlib import Path
 
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.build_progress import Phases
-from thor_dflash.builders.tensorrt.engine_file import Writer
+from thor_dflash.builders.tensorrt.build_progress import BuildProgress
+from thor_dflash.builders.tensorrt.engine_file import EngineFileWriter
 from thor_dflash.builders.tensorrt.engine_inspector import layers, problems
-from thor_dflash.builders.tensorrt.inspected_layer import Layer
+from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
 from thor_dflash.builders.tensorrt.network import add_profiles, parse
-from thor_dflash.builders.tensorrt.profiles import Together
-from thor_dflash.builders.tensorrt.weight_constants import Constants
+from thor_dflash.builders.tensorrt.profiles import EngineGraphs
+from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 @dataclass(slots=True)
-class Maker:
+class TensorRTBuilder:
     """Builds engines one after another with one timing cache."""
 
     config: TensorRTConfig
@@ -80,11 +80,13 @@ class Maker:
         }
 
     @property
-    def said(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """TensorRT's warnings."""
         return self.messages.lines
 
-    def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
+    def build(
+        self, together: EngineGraphs, constants: EngineConstants, directory: Path, path: Path
+    ) -> None:
         """Write the engine of some graphs at `path`; `directory` holds their constants.
 
         Raises:
@@ -96,7 +98,7 @@ class Maker:
         network, held = parse(builder, self.messages, together, constants, directory)
         config = self._config(builder)
         add_profiles(builder, config, together)
-        phases, writer = Phases(together.name, self.progress), Writer(path)
+        phases, writer = BuildProgress(together.name, self.progress), EngineFileWriter(path)
         config.progress_monitor = phases
         try:
             done = builder.build_serialized_network_to_stream(network, config, writer)
@@ -112,7 +114,7 @@ class Maker:
             raise EngineError(f"{together.name} must build (got: {self.messages.why})")
         self._keep_timings(config)
 
-    def look(self, together: Together, path: Path) -> list[Layer]:
+    def look(self, together: EngineGraphs, path: Path) -> list[InspectedLayer]:
         """Return the layers of a built engine.
 
         Raises:
@@ -126,7 +128,7 @@ class Maker:
             reader.close()
         if engine is None:
             raise EngineError(f"{path.name} must load again (got: {self.messages.why})")
-        found, wrong = list[Layer](), list[str]()
+        found, wrong = list[InspectedLayer](), list[str]()
         try:
             found = layers(engine)
         except ValueError as e:

@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorrt as trt
 
 
-class Writer(trt.IStreamWriter):
+class EngineFileWriter(trt.IStreamWriter):
     """Writes an engine as TensorRT serialises it."""
 
     def __init__(self, path: Path) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.inspected_layer import Layer
+from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
 from thor_dflash.builders.tensorrt.network import TYPES
-from thor_dflash.builders.tensorrt.profiles import Together
+from thor_dflash.builders.tensorrt.profiles import EngineGraphs
 from thor_dflash.core import strict_records
 
 REFORMAT = "Reformat"
@@ -29,7 +29,7 @@ FP4 = ("fp4", "e2m1")
 """Words in the name of a tactic that multiplies 4-bit floats."""
 
 
-def layers(engine: trt.ICudaEngine) -> list[Layer]:
+def layers(engine: trt.ICudaEngine) -> list[InspectedLayer]:
     """Return every layer of an engine, in order.
 
     Raises:
@@ -41,23 +41,25 @@ def layers(engine: trt.ICudaEngine) -> list[Layer]:
     return [_layer(row) for row in strict_records.as_list(table.get("Layers")) or []]
 
 
-def _layer(row: object) -> Layer:
+def _layer(row: object) -> InspectedLayer:
     table = strict_records.as_table(row)
     if table is None:
-        return Layer(str(row), "", "")
-    return Layer(
+        return InspectedLayer(str(row), "", "")
+    return InspectedLayer(
         str(table.get("Name", "")),
         str(table.get("LayerType", "")),
         str(table.get("TacticName", table.get("TacticValue", ""))),
     )
 
 
-def problems(engine: trt.ICudaEngine, found: Sequence[Layer], together: Together) -> list[str]:
+def problems(
+    engine: trt.ICudaEngine, found: Sequence[InspectedLayer], together: EngineGraphs
+) -> list[str]:
     """List the differences between an engine and its graph; empty if there are none."""
     return [*_bindings(engine, together), *_layers(found, together)]
 
 
-def _bindings(engine: trt.ICudaEngine, together: Together) -> Iterator[str]:
+def _bindings(engine: trt.ICudaEngine, together: EngineGraphs) -> Iterator[str]:
     graph = together.model.graph
     wanted = {v.name: TYPES[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
@@ -73,7 +75,7 @@ def _bindings(engine: trt.ICudaEngine, together: Together) -> Iterator[str]:
                 yield f"{name} in another format than rows"
 
 
-def _layers(found: Sequence[Layer], together: Together) -> Iterator[str]:
+def _layers(found: Sequence[InspectedLayer], together: EngineGraphs) -> Iterator[str]:
     copies = [one.name for one in found if (one.kind or one.name).startswith(REFORMAT)]
     if copies:
         yield f"{len(copies)} copies into another format: {', '.join(copies[:3])}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class InspectedLayer:
     """One layer of an engine."""
 
     name: str

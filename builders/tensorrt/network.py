@@ -13,8 +13,8 @@ from pathlib import Path
 import onnx
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.profiles import Range, Together
-from thor_dflash.builders.tensorrt.weight_constants import Constants
+from thor_dflash.builders.tensorrt.profiles import EngineGraphs, SizeRange
+from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.contract import DOMAIN
 from thor_dflash.plugins.tensorrt.host import Messages
@@ -36,8 +36,8 @@ NAMED = 3
 def parse(
     builder: trt.Builder,
     messages: Messages,
-    together: Together,
-    constants: Constants,
+    together: EngineGraphs,
+    constants: EngineConstants,
     directory: Path,
 ) -> tuple[trt.INetworkDefinition, list[object]]:
     """Return the network of a deployment graph, and objects to keep alive until its engine is
@@ -66,7 +66,7 @@ def parse(
     if problems := list(_problems(network, together.model)):
         more = f", and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise EngineError(
-            f"{together.name}: TensorRT must make of the graph what it says "
+            f"{together.name}: TensorRT must parse the graph as written "
             f"(got {', '.join(problems[:NAMED])}{more})"
         )
     _set_formats(network)
@@ -130,7 +130,7 @@ def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterato
         return
     if len(nodes) == len(graph.node) and len(layers) != len(plugins):
         extra = [layer.name for layer in layers if layer.type != trt.LayerType.PLUGIN_V3]
-        yield f"layers that no node asked for: {' '.join(extra[:NAMED])}"
+        yield f"layers that no node needs: {' '.join(extra[:NAMED])}"
     infos = {v.name: v for v in (*graph.input, *graph.output, *graph.value_info)}
     for layer, node in zip(plugins, nodes, strict=True):
         if (layer.num_inputs, layer.num_outputs) != (len(node.input), len(node.output)):
@@ -140,7 +140,7 @@ def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterato
             yield from _differences(f"{node.name}: {name}", layer.get_input(i), infos[name])
 
 
-def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Together) -> None:
+def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: EngineGraphs) -> None:
     """Add the optimization profiles of an engine with dynamic sizes.
 
     Raises:
@@ -160,11 +160,11 @@ def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Tog
 
 
 def _sizes(
-    info: onnx.ValueInfoProto, ranges: Mapping[str, Range]
+    info: onnx.ValueInfoProto, ranges: Mapping[str, SizeRange]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     shape = info.type.tensor_type.shape.dim
     each = [
-        ranges[d.dim_param] if d.dim_param else Range(d.dim_value, d.dim_value, d.dim_value)
+        ranges[d.dim_param] if d.dim_param else SizeRange(d.dim_value, d.dim_value, d.dim_value)
         for d in shape
     ]
     return (

@@ -1,7 +1,7 @@
 """Builds the engines of a package: deploys, checks, builds and describes every graph.
 
-Only `maker` imports tensorrt. It is called before anything is written, so that a missing TensorRT
-is reported at once.
+Only `engine_builder` imports tensorrt. It is called before anything is written, so that a missing
+TensorRT is reported at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from thor_dflash.builders.graphs.graph_builder import Graph
+from thor_dflash.builders.graphs.graph_builder import GraphBuilder
 from thor_dflash.builders.output.weight_files import WeightFiles
-from thor_dflash.builders.tensorrt.dense_linears import Dense
+from thor_dflash.builders.tensorrt.dense_linears import DenseLinears
 from thor_dflash.builders.tensorrt.deployment_graph import Deployment, deploy
-from thor_dflash.builders.tensorrt.inspected_layer import Layer
+from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
 from thor_dflash.builders.tensorrt.parser_rules import deployed_problems, readers
-from thor_dflash.builders.tensorrt.profiles import Range, Together, gather
-from thor_dflash.builders.tensorrt.weight_constants import Constants
+from thor_dflash.builders.tensorrt.profiles import EngineGraphs, SizeRange, gather
+from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.core.errors import ConfigError, EngineError
 from thor_dflash.core.progress import Progress
@@ -40,8 +40,8 @@ SCRATCH = ".scratch"
 """Temporary directory beside the engines while they are built."""
 
 
-class Maker(Protocol):
-    """Builds engines. See engine.Maker, the only implementation outside tests."""
+class EngineBuilder(Protocol):
+    """Builds engines. See engine.TensorRTBuilder, the only implementation outside tests."""
 
     @property
     def version(self) -> str:
@@ -59,7 +59,7 @@ class Maker(Protocol):
         ...
 
     @property
-    def said(self) -> Sequence[str]:
+    def warnings(self) -> Sequence[str]:
         """TensorRT's warnings."""
         ...
 
@@ -67,17 +67,19 @@ class Maker(Protocol):
         """Register the plugins of these nodes with TensorRT for the duration of the block."""
         ...
 
-    def build(self, together: Together, constants: Constants, directory: Path, path: Path) -> None:
+    def build(
+        self, together: EngineGraphs, constants: EngineConstants, directory: Path, path: Path
+    ) -> None:
         """Write an engine."""
         ...
 
-    def look(self, together: Together, path: Path) -> list[Layer]:
+    def look(self, together: EngineGraphs, path: Path) -> list[InspectedLayer]:
         """Return the layers of an engine."""
         ...
 
 
-class Stage(Protocol):
-    """Takes the files of a package. See staging.Staging."""
+class PackageWriter(Protocol):
+    """Takes the files of a package. See atomic_package.AtomicPackage."""
 
     def write(self, name: str, writer: Callable[[Path], None]) -> FileEntry:
         """Let `writer` write one file at the path passed to it."""
@@ -85,38 +87,38 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class EngineSources:
     """The inputs from which the engines of a package are built."""
 
-    graphs: Sequence[Graph]
+    graphs: Sequence[GraphBuilder]
     programs: Sequence[Program]
     stored: WeightFiles
     """Weights as the checkpoints hold them."""
     scales: Mapping[str, float]
     """Stored weight -> Matrix.input_scale."""
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, SizeRange]
     """Ranges of the sizes that a session decides."""
     config: TensorRTConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class EnginePlan:
     """The engines to build, and their constants."""
 
-    together: Sequence[Together]
-    constants: Constants
-    hollow: bool = False
+    together: Sequence[EngineGraphs]
+    constants: EngineConstants
+    synthetic: bool = False
     """Whether to leave out the constants, for a model without weights."""
 
 
-def maker(config: TensorRTConfig, progress: Progress) -> Maker:
+def engine_builder(config: TensorRTConfig, progress: Progress) -> EngineBuilder:
     """Return the builder of engines for this machine.
 
     Raises:
         EngineError: TensorRT is missing or too old, or there is no device.
     """
     try:
-        from thor_dflash.builders.tensorrt.engine import Maker as Real
+        from thor_dflash.builders.tensorrt.engine import TensorRTBuilder as Real
     except ImportError as e:
         raise EngineError(
             "build.engine tensorrt must have TensorRT's Python package; on a Jetson it comes with "
@@ -129,13 +131,13 @@ def maker(config: TensorRTConfig, progress: Progress) -> Maker:
         driver.close()
 
 
-def engines(material: Material) -> Engines:
+def plan_engines(material: EngineSources) -> EnginePlan:
     """Decide which engines to build.
 
     Raises:
         ConfigError: an option does not fit the checkpoints, or a graph breaks a rule of the parser.
     """
-    constants = Constants(material.stored)
+    constants = EngineConstants(material.stored)
     made: list[Deployment] = []
     for graph, program in zip(material.graphs, material.programs, strict=True):
         made.append(deploy(program, _dense(material, graph, program, constants)))
@@ -146,17 +148,17 @@ def engines(material: Material) -> Engines:
                 f"build.engine tensorrt must have graphs that its parser takes "
                 f"(got {one.name}: {'; '.join(problems[:3])})"
             )
-    return Engines(together, constants)
+    return EnginePlan(together, constants)
 
 
 def _dense(
-    material: Material, graph: Graph, program: Program, constants: Constants
-) -> Dense | None:
+    material: EngineSources, graph: GraphBuilder, program: Program, constants: EngineConstants
+) -> DenseLinears | None:
     """Return the rewriter of a prefill's linears to TensorRT's own, or None to keep our plugin."""
     who = material.config.prefill_linears
     if who == "plugin" or program.name.split(".")[0] != CHUNK_STEPS[0]:
         return None
-    dense = Dense(program, graph.proto().graph, constants, material.scales)
+    dense = DenseLinears(program, graph.proto().graph, constants, material.scales)
     missing = dense.unscaled()
     taken = any(dense.takes(step) for step in program.steps)
     if taken and not missing:
@@ -166,12 +168,12 @@ def _dense(
     lacks = "without an input_scale, or declared W4A16"
     what = f"{missing[0]} {lacks}" if missing else "no NVFP4 weight"
     raise ConfigError(
-        "build.tensorrt.prefill_linears must be auto or plugin where the checkpoint tells no scale "
+        "build.tensorrt.prefill_linears must be auto or plugin where the checkpoint has no scale "
         f"of the rows (got tensorrt, and {what})"
     )
 
 
-def _shared_states(one: Together) -> list[str]:
+def _shared_states(one: EngineGraphs) -> list[str]:
     """List states that are overwritten in place while another node may still read them."""
     return [
         f"{name} read by {count} nodes and written in place by one of them"
@@ -182,7 +184,9 @@ def _shared_states(one: Together) -> list[str]:
     ]
 
 
-def write_engines(stage: Stage, made: Engines, by: Maker, progress: Progress) -> None:
+def write_engines(
+    stage: PackageWriter, made: EnginePlan, by: EngineBuilder, progress: Progress
+) -> None:
     """Write every engine, its description, and TensorRT's warnings.
 
     Raises:
@@ -194,15 +198,15 @@ def write_engines(stage: Stage, made: Engines, by: Maker, progress: Progress) ->
         for one in made.together:
             file = f"{one.name}{ENGINE}"
             entry = stage.write(file, _engine_writer(one, made, by, progress))
-            looked: list[Layer] = []
+            looked: list[InspectedLayer] = []
             for profile, graph in enumerate(one.graphs):
-                writer = _card_writer(one, profile, entry, by, looked)
+                writer = _sidecar_writer(one, profile, entry, by, looked)
                 stage.write(f"{graph.name}{sidecar.ENDING}", writer)
     stage.write(LOG, lambda path: _write_log(path, by))
 
 
 def _engine_writer(
-    one: Together, made: Engines, by: Maker, progress: Progress
+    one: EngineGraphs, made: EnginePlan, by: EngineBuilder, progress: Progress
 ) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         scratch = path.with_name(SCRATCH)
@@ -210,7 +214,7 @@ def _engine_writer(
         try:
             if any(graph.products for graph in one.graphs):
                 with progress.task("writing constants", made.constants.nbytes, "bytes") as task:
-                    made.constants.write(scratch, task.advance, hollow=made.hollow)
+                    made.constants.write(scratch, task.advance, synthetic=made.synthetic)
             by.build(one, made.constants, scratch, path)
         finally:
             shutil.rmtree(scratch)
@@ -218,8 +222,12 @@ def _engine_writer(
     return write
 
 
-def _card_writer(
-    one: Together, profile: int, entry: FileEntry, by: Maker, looked: list[Layer]
+def _sidecar_writer(
+    one: EngineGraphs,
+    profile: int,
+    entry: FileEntry,
+    by: EngineBuilder,
+    looked: list[InspectedLayer],
 ) -> Callable[[Path], None]:
     """Return the writer of a graph's description. `looked` caches the engine's layers: the first
     description of an engine fills it, and the others use it.
@@ -228,14 +236,18 @@ def _card_writer(
     def write(path: Path) -> None:
         if not looked:
             looked.extend(by.look(one, path.with_name(f"{one.name}{ENGINE}")))
-        card = describe(one, profile, entry, by, looked)
-        path.write_text(sidecar.render(card), encoding="utf-8")
+        description = describe(one, profile, entry, by, looked)
+        path.write_text(sidecar.render(description), encoding="utf-8")
 
     return write
 
 
 def describe(
-    one: Together, profile: int, entry: FileEntry, by: Maker, found: Sequence[Layer]
+    one: EngineGraphs,
+    profile: int,
+    entry: FileEntry,
+    by: EngineBuilder,
+    found: Sequence[InspectedLayer],
 ) -> EngineDescription:
     """Return the description of one graph's engine."""
     graph, info = one.graphs[profile], by.device
@@ -264,5 +276,5 @@ def describe(
     )
 
 
-def _write_log(path: Path, by: Maker) -> None:
-    path.write_text("".join(f"{line}\n" for line in by.said), encoding="utf-8")
+def _write_log(path: Path, by: EngineBuilder) -> None:
+    path.write_text("".join(f"{line}\n" for line in by.warnings), encoding="utf-8")

@@ -17,7 +17,7 @@ RING = "ring_rows."
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class SizeRange:
     """Sizes of one dimension in one profile: least, the one to optimise for, most."""
 
     least: int
@@ -26,7 +26,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class EngineGraphs:
     """Graphs that are profiles of one engine."""
 
     name: str
@@ -35,13 +35,13 @@ class Together:
     """Sizes in which the graphs differ are symbolic."""
     graphs: tuple[Deployment, ...]
     """The graph of each profile."""
-    ranges: tuple[Mapping[str, Range], ...]
+    ranges: tuple[Mapping[str, SizeRange], ...]
     """For each profile: symbolic size -> range."""
 
 
 def session_ranges(
     capacity: int, longest: int, rows: int, drafter: DrafterDims | None
-) -> dict[str, Range]:
+) -> dict[str, SizeRange]:
     """Return the ranges of the sizes that a session decides; `rows`: most rows of any step.
 
     A cache has whole tiles for the context and one step. A ring has rows for one step and for the
@@ -51,14 +51,16 @@ def session_ranges(
     def tiles(context: int) -> int:
         return -(-(context + rows) // TILE) * TILE
 
-    ranges = {CACHE: Range(TILE, tiles(capacity), tiles(longest))}
+    ranges = {CACHE: SizeRange(TILE, tiles(capacity), tiles(longest))}
     for i, layer in enumerate(drafter.layers if drafter else ()):
         best, most = (min(layer.window or n, n) + rows for n in (capacity, longest))
-        ranges[f"{RING}{i}"] = Range(rows, best, most)
+        ranges[f"{RING}{i}"] = SizeRange(rows, best, most)
     return ranges
 
 
-def gather(deployments: Sequence[Deployment], ranges: Mapping[str, Range]) -> Iterator[Together]:
+def gather(
+    deployments: Sequence[Deployment], ranges: Mapping[str, SizeRange]
+) -> Iterator[EngineGraphs]:
     """Yield every engine to build.
 
     Graphs share an engine if they hold constants and differ only in sizes. All others are an engine
@@ -81,17 +83,17 @@ def _sizeless(node: onnx.NodeProto) -> bytes:
     return bytes(copy.SerializeToString(deterministic=True))
 
 
-def _together(group: Sequence[Deployment], ranges: Mapping[str, Range]) -> Together:
+def _together(group: Sequence[Deployment], ranges: Mapping[str, SizeRange]) -> EngineGraphs:
     model = onnx.ModelProto()
     model.CopyFrom(group[0].model)
-    made: list[dict[str, Range]] = [{} for _ in group]
+    made: list[dict[str, SizeRange]] = [{} for _ in group]
     rows = (_values(one.model) for one in group)
     for to, *values in zip(_values(model), *rows, strict=True):
-        _letter(to, values, made)
+        _symbolise(to, values, made)
     used = {d.dim_param for v in _values(model) for d in v.type.tensor_type.shape.dim}
     for profile in made:
-        profile |= {letter: size for letter, size in ranges.items() if letter in used}
-    return Together(group[0].name, model, tuple(group), tuple(made))
+        profile |= {symbol: size for symbol, size in ranges.items() if symbol in used}
+    return EngineGraphs(group[0].name, model, tuple(group), tuple(made))
 
 
 def _values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
@@ -99,10 +101,10 @@ def _values(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     return sorted((*graph.input, *graph.output, *graph.value_info), key=lambda v: v.name)
 
 
-def _letter(
+def _symbolise(
     to: onnx.ValueInfoProto,
     values: Sequence[onnx.ValueInfoProto],
-    made: Sequence[dict[str, Range]],
+    made: Sequence[dict[str, SizeRange]],
 ) -> None:
     """Make those sizes of a value symbolic in which the graphs differ."""
     assert len({v.name for v in values}) == 1, [v.name for v in values]
@@ -111,7 +113,7 @@ def _letter(
         sizes = [shape[axis].dim_value for shape in shapes]
         if dim.dim_param or len(set(sizes)) == 1:
             continue
-        letter = "size." + ".".join(map(str, sizes))
-        dim.dim_param = letter
+        symbol = "size." + ".".join(map(str, sizes))
+        dim.dim_param = symbol
         for profile, size in zip(made, sizes, strict=True):
-            profile[letter] = Range(size, size, size)
+            profile[symbol] = SizeRange(size, size, size)

@@ -25,7 +25,7 @@ FP4 = onnx.TensorProto.FLOAT4E2M1
 
 
 @dataclass(slots=True)
-class Constants:
+class EngineConstants:
     """The tensors that some graphs hold as constants, each once."""
 
     source: WeightFiles
@@ -58,10 +58,10 @@ class Constants:
         """Size of the file, bytes. There must be a tensor."""
         return self.files.nbytes(FILE)
 
-    def write(self, directory: Path, advance: Callable[[int], None], *, hollow: bool) -> None:
-        """Write the file; with `hollow`, as a sparse file of the right size."""
+    def write(self, directory: Path, advance: Callable[[int], None], *, synthetic: bool) -> None:
+        """Write the file; with `synthetic`, as a sparse file of the right size."""
         path = directory / FILE
-        if not hollow:
+        if not synthetic:
             self.files.write(FILE, path, advance)
             return
         with path.open("wb") as out:

@@ -14,15 +14,15 @@ from thor_dflash.calib.check.golden import Golden, rounds, sources
 from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.calib.check.tolerance import (
     NOTHING,
+    Deviation,
     Drift,
-    Off,
     against_definition,
     distance,
     drift,
     jumps,
     share,
 )
-from thor_dflash.calib.check.trace_record import Outputs, Seen, Tracer
+from thor_dflash.calib.check.trace_record import Outputs, StepTracer, TracedStep
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
@@ -59,30 +59,30 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class GraphCheck:
     """The results of checking a graph operator by operator."""
 
     graph: str
     block: int
     operators: int
     """Number of operators compared with their definitions."""
-    wrong: Off | None
+    wrong: Deviation | None
     """The first operator that deviates from its definition."""
     parts: Drift | None
     """The first operator that adds a difference of its own: see `jumps`, with the tolerance of
-    logits as the floor."""
+    logits as the least."""
     furthest: Drift | None
     """The operator furthest from the reference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """Everything that was compared."""
 
     logits: Logits | None
     taps: Sequence[tuple[int, float]] = ()
     """Tapped layers in order, each with its largest difference."""
-    walks: Sequence[Walk] = ()
+    walks: Sequence[GraphCheck] = ()
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
 
     @property
@@ -113,33 +113,33 @@ def need(engine: str) -> None:
             importlib.import_module("thor_dflash.calib.check.ort_trace")
 
 
-def tracer(session: Session, package: Path) -> Tracer | None:
+def tracer(session: Session, package: Path) -> StepTracer | None:
     """Return the tracer of a session's engine, or None if that engine's steps cannot be traced."""
     made = _TRACERS.get(type(session.model.engine).__name__)
     return made(package, session.model.engine) if made else None
 
 
-def _nodes(package: Path, engine: Engine) -> Tracer:
+def _nodes(package: Path, engine: Engine) -> StepTracer:
     from thor_dflash.runtime.engines.ort import OrtEngine
 
     with extra("build"):
-        from thor_dflash.calib.check.ort_trace import Nodes
+        from thor_dflash.calib.check.ort_trace import OrtTracer
 
     assert isinstance(engine, OrtEngine)
-    return Nodes(package, engine)
+    return OrtTracer(package, engine)
 
 
-def _programs(package: Path, engine: Engine) -> Tracer:
-    from thor_dflash.calib.check.cuda_trace import Programs
-    from thor_dflash.calib.check.step_runner import Device
+def _programs(package: Path, engine: Engine) -> StepTracer:
+    from thor_dflash.calib.check.cuda_trace import CudaTracer
+    from thor_dflash.calib.check.step_runner import StepRunner
     from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 
     del package
     assert isinstance(engine, CudaEngine)
-    return Programs(Device(engine))
+    return CudaTracer(StepRunner(engine))
 
 
-_TRACERS: dict[str, Callable[[Path, Engine], Tracer]] = {
+_TRACERS: dict[str, Callable[[Path, Engine], StepTracer]] = {
     "OrtEngine": _nodes,
     "CudaEngine": _programs,
 }
@@ -147,7 +147,7 @@ _TRACERS: dict[str, Callable[[Path, Engine], Tracer]] = {
 
 
 def make(
-    session: Session, show: Tracer | None, tokens: Sequence[int], progress: Progress
+    session: Session, show: StepTracer | None, tokens: Sequence[int], progress: Progress
 ) -> Golden:
     """Record the outputs of this package as golden values. Resets the session's sequence."""
     taps = session.manifest.drafter is not None
@@ -164,7 +164,7 @@ def make(
     )
 
 
-def _values(session: Session, show: Tracer, tokens: Sequence[int], at: int) -> dict[str, Array]:
+def _values(session: Session, show: StepTracer, tokens: Sequence[int], at: int) -> dict[str, Array]:
     """Return every value inside a verify, except state."""
     found: dict[str, Array] = {}
     for seen in show.steps(walks(session.model)["verify"](tokens, at)):
@@ -216,17 +216,17 @@ def by_tap(session: Session, have: Array, want: Array) -> list[tuple[int, float]
 
 def walk(
     session: Session,
-    show: Tracer,
+    show: StepTracer,
     graph: str,
     tokens: Sequence[int],
     at: int,
     other: Outputs,
-    floor: float,
+    least: float,
     progress: Progress,
-) -> Walk:
+) -> GraphCheck:
     """Check the operators of one graph up to the first that deviates from its definition."""
     count, parts, furthest = 0, None, None
-    wrong: Off | None = None
+    wrong: Deviation | None = None
     with progress.task(f"checking {graph}", None, "operators") as task:
         for seen in show.steps(walks(session.model)[graph](tokens, at)):
             count += 1
@@ -234,15 +234,15 @@ def walk(
             apart = drift(_stateless(session, seen), other) if other else None
             if apart and (furthest is None or apart.left > furthest.left):
                 furthest = apart
-            if apart and parts is None and jumps(apart, floor):
+            if apart and parts is None and jumps(apart, least):
                 parts = apart
             if wrong := against_definition(seen):
                 break
     session.model.state.reset()
-    return Walk(graph, at, count, wrong, parts, furthest)
+    return GraphCheck(graph, at, count, wrong, parts, furthest)
 
 
-def _stateless(session: Session, seen: Seen) -> Seen:
+def _stateless(session: Session, seen: TracedStep) -> TracedStep:
     def kept(values: Outputs) -> Outputs:
         return {n: x for n, x in values.items() if not _state(session, n)}
 
@@ -255,7 +255,7 @@ class Reference:
 
     golden: Golden
     session: Session | None = None
-    show: Tracer | None = None
+    show: StepTracer | None = None
 
     def values(self, block: int, at: int) -> Outputs:
         """Return the values inside the verify of a block; empty if they are not available."""
@@ -271,13 +271,13 @@ Operators = Literal["auto", "all", "none"]
 
 def compare(
     session: Session,
-    show: Tracer | None,
+    show: StepTracer | None,
     reference: Reference | None,
     tokens: Sequence[int],
     operators: Operators,
     tolerance: float | None,
     progress: Progress,
-) -> Report:
+) -> CheckReport:
     """Compare logits, then operators: those of the verify of the first block that differs; with
     `all` or without a reference, those of every graph.
 
@@ -289,7 +289,7 @@ def compare(
             f"check of engine {session.manifest.engine}, which shows nothing inside its steps, "
             "must go with --reference or --golden (got neither)"
         )
-    report = Report(None)
+    report = CheckReport(None)
     limit = _limit(session, reference) if tolerance is None else tolerance
     shapes(session, tokens, taps=False)
     if reference is not None:
@@ -319,26 +319,28 @@ def _limit(session: Session, reference: Reference | None) -> float:
     return ROUNDED if rounded else EXACT
 
 
-def _outside(session: Session, reference: Reference, limit: float, progress: Progress) -> Report:
+def _outside(
+    session: Session, reference: Reference, limit: float, progress: Progress
+) -> CheckReport:
     golden = reference.golden
     taps = golden.taps is not None and session.manifest.drafter is not None
     found = score(session, golden.tokens, taps, progress)
     layers: Sequence[tuple[int, float]] = ()
     if golden.taps is not None and taps:
         layers = by_tap(session, found["taps"], golden.taps)
-    return Report(logits(found["logits"], golden.logits, limit), layers)
+    return CheckReport(logits(found["logits"], golden.logits, limit), layers)
 
 
 def _walked(
     session: Session,
-    show: Tracer,
+    show: StepTracer,
     reference: Reference | None,
     tokens: Sequence[int],
     places: Sequence[tuple[str, int]],
     limit: float,
     progress: Progress,
-) -> list[Walk]:
-    done: list[Walk] = []
+) -> list[GraphCheck]:
+    done: list[GraphCheck] = []
     for graph, at in places:
         other: Outputs = {}
         if reference is not None and graph == "verify":

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from thor_dflash.calib.check.reference_run import define
-from thor_dflash.calib.check.trace_record import Outputs, Seen
+from thor_dflash.calib.check.trace_record import Outputs, TracedStep
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.contract import Attributes, Op
@@ -21,7 +21,7 @@ EXACT = 2e-5
 """Tolerance of the standard nodes, which copy or sum in float32."""
 
 
-class Stepped(Protocol):
+class SteppableEngine(Protocol):
     """An engine whose steps can be run one at a time."""
 
     def program(self, name: str) -> Program:
@@ -45,20 +45,20 @@ class Stepped(Protocol):
         ...
 
 
-class Programs:
+class CudaTracer:
     """See Tracer."""
 
-    def __init__(self, engine: Stepped) -> None:
+    def __init__(self, engine: SteppableEngine) -> None:
         self._engine = engine
 
-    def steps(self, call: Call) -> Iterator[Seen]:
+    def steps(self, call: Call) -> Iterator[TracedStep]:
         """See Tracer."""
         program = self._engine.program(call.graph.name)
         self._engine.begin(call)
         for step in program.steps:
             yield self._seen(call, program, step)
 
-    def _seen(self, call: Call, program: Program, step: Step) -> Seen:
+    def _seen(self, call: Call, program: Program, step: Step) -> TracedStep:
         site = self._engine.site(call, step)
         left = _left(site.op, site.attributes, step, program)
         # Read before the step runs, which may overwrite its inputs in place.
@@ -66,7 +66,7 @@ class Programs:
         self._engine.perform(call, step)
         outputs = {port: self._engine.fetch(call, step, port) for port in left}
         names = step.ports
-        return Seen(
+        return TracedStep(
             program.name,
             step.name,
             step.op,
@@ -104,10 +104,10 @@ def _define(site: CallSite, fetched: Mapping[str, Array], outputs: Outputs) -> O
     return define(op, x, a, outputs)
 
 
-def tolerance(room: str) -> float:
-    """Return the tolerance that the room's launch rule claims; see its docstring."""
-    if not KERNELS[room].op.inputs:
+def tolerance(op: str) -> float:
+    """Return the tolerance that the operator's launch rule claims; see its docstring."""
+    if not KERNELS[op].op.inputs:
         return EXACT
-    found: object = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))["TOLERANCE"]
+    found: object = vars(importlib.import_module(f"thor_dflash.plugins.{op}.launch"))["TOLERANCE"]
     assert isinstance(found, float)
     return found

@@ -17,8 +17,8 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 from onnx.reference import ReferenceEvaluator
 
-from thor_dflash.calib.check.reference_run import define as room_defines
-from thor_dflash.calib.check.trace_record import Outputs, Seen
+from thor_dflash.calib.check.reference_run import define as definition
+from thor_dflash.calib.check.trace_record import Outputs, TracedStep
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
@@ -32,18 +32,18 @@ _TYPES = {op.type: op for op in OPS}
 _DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}
 """Element types of onnx.TensorProto."""
 ROUNDED = 2.0**-8
-"""Tolerance of rooms on bf16 rows: a value that enters a product may be rounded either way."""
+"""Tolerance of operators on bf16 rows: a value that enters a product may be rounded either way."""
 FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-class Nodes:
+class OrtTracer:
     """See Tracer."""
 
     def __init__(self, package: Path, engine: OrtEngine) -> None:
         self._package = package
         self._engine = engine
 
-    def steps(self, call: Call) -> Iterator[Seen]:
+    def steps(self, call: Call) -> Iterator[TracedStep]:
         """See Tracer. All nodes run in one go; the engine's own state does not change."""
         model = onnx.load(str(self._package / f"{call.graph.name}.onnx"), load_external_data=False)
         values = {n: self._engine.read(t) for n, t in call.inputs.items()}
@@ -54,7 +54,7 @@ class Nodes:
 
     def _run(self, model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run the graph and return every value of it."""
-        letters = _letters(model, inputs)
+        sizes = _sizes(model, inputs)
         infos = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
         probed = onnx.ModelProto()
         probed.CopyFrom(model)
@@ -71,7 +71,7 @@ class Nodes:
             binding = session.io_binding()
             for info in model.graph.input:
                 binding.bind_ortvalue_input(info.name, _shared(inputs[info.name]))
-            out = {name: _empty(info, letters) for name, info in infos.items()}
+            out = {name: _empty(info, sizes) for name, info in infos.items()}
             for name, array in out.items():
                 binding.bind_ortvalue_output(name, _shared(array))
             session.run_with_iobinding(binding)
@@ -85,7 +85,7 @@ class Nodes:
         node: onnx.NodeProto,
         values: Mapping[str, Array],
         constants: Mapping[str, onnx.TensorProto],
-    ) -> Seen:
+    ) -> TracedStep:
         op = _TYPES.get(node.op_type) if node.domain == DOMAIN else None
         outputs = {name: values[name] for name in node.output if name}
         inputs = {name: values[name] for name in node.input if name in values}
@@ -102,12 +102,12 @@ class Nodes:
         else:
             attributes = _attributes(op, node)
             ports = _ports(op.outputs_of(attributes), node.output)
-            define = partial(_room, op, attributes, node, everything, outputs)
+            define = partial(_operator, op, attributes, node, everything, outputs)
             rows = any(DType.of(x) is DType.BF16 for x in inputs.values())
             tolerance = max(op.rtol, ROUNDED) if rows else op.rtol
-        room = op.name if op else node.op_type
+        name = op.name if op else node.op_type
         step = node.name or node.output[0]
-        return Seen(model.graph.name, step, room, inputs, outputs, ports, define, tolerance)
+        return TracedStep(model.graph.name, step, name, inputs, outputs, ports, define, tolerance)
 
     def _constant(self, tensor: onnx.TensorProto) -> Array:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -118,7 +118,7 @@ class Nodes:
         return numpy_helper.to_array(tensor)
 
 
-def _letters(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, int]:
+def _sizes(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, int]:
     return {
         d.dim_param: size
         for info in model.graph.input
@@ -127,9 +127,9 @@ def _letters(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, i
     }
 
 
-def _empty(info: onnx.ValueInfoProto, letters: Mapping[str, int]) -> Array:
+def _empty(info: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> Array:
     kind = info.type.tensor_type
-    shape = [letters[d.dim_param] if d.dim_param else int(d.dim_value) for d in kind.shape.dim]
+    shape = [sizes[d.dim_param] if d.dim_param else int(d.dim_value) for d in kind.shape.dim]
     return np.zeros(shape, _DTYPES[kind.elem_type].numpy)
 
 
@@ -154,7 +154,7 @@ def _ports(ports: tuple[Any, ...], names: Any) -> dict[str, str]:
     return {name: port.name for port, name in zip(ports, names, strict=False) if name}
 
 
-def _room(
+def _operator(
     op: Op,
     attributes: Attributes,
     node: onnx.NodeProto,
@@ -165,7 +165,7 @@ def _room(
     pairs = zip(op.inputs_of(attributes), node.input, strict=False)
     x = {port.name: values[name] for port, name in pairs if name}
     have = dict(zip((p.name for p in op.outputs_of(attributes)), outputs.values(), strict=False))
-    return room_defines(op, x, attributes, have)
+    return definition(op, x, attributes, have)
 
 
 def _standard(

@@ -1,4 +1,4 @@
-"""Evaluates a room's definition for one call, to judge an engine's outputs by it."""
+"""Evaluates an operator's definition for one call, to judge an engine's outputs by it."""
 
 from __future__ import annotations
 

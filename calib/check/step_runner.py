@@ -13,7 +13,7 @@ from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.protocol import Call
 
 
-class Device:
+class StepRunner:
     """See Stepped."""
 
     def __init__(self, engine: CudaEngine) -> None:

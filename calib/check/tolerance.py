@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thor_dflash.calib.check.trace_record import Outputs, Seen
+from thor_dflash.calib.check.trace_record import Outputs, TracedStep
 from thor_dflash.core.tensors import Array, DType
 
 UNIT = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.FP8: 2.0**-3}
@@ -23,12 +23,12 @@ DUST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class Deviation:
     """One output that is wrong."""
 
     graph: str
     step: str
-    room: str
+    op: str
     output: str
     error: float
     """Error of the worst element, as a share of the largest value; infinite for NaN or infinity, a
@@ -41,7 +41,7 @@ class Off:
     """The two shapes if they differ; then there is no place and no value."""
 
 
-def against_definition(seen: Seen) -> Off | None:
+def against_definition(seen: TracedStep) -> Deviation | None:
     """Return the output with the largest error over its tolerance, if any. Outputs that the
     definition does not have are checked through the steps that read them.
     """
@@ -54,15 +54,15 @@ def against_definition(seen: Seen) -> Off | None:
     return max((off for off in found if off), key=lambda off: off.error, default=None)
 
 
-def _off(seen: Seen, port: str, have: Array, want: Array) -> Off | None:
+def _off(seen: TracedStep, port: str, have: Array, want: Array) -> Deviation | None:
     if (found := differ(have, want, seen.tolerance)) is None:
         return None
     error, at = found
-    place = (seen.graph, seen.step, seen.room, port)
+    place = (seen.graph, seen.step, seen.op, port)
     if have.shape != want.shape:
         none = float("nan")
-        return Off(*place, error, seen.tolerance, at, none, none, (have.shape, want.shape))
-    return Off(*place, error, seen.tolerance, at, float(have[at]), float(want[at]))
+        return Deviation(*place, error, seen.tolerance, at, none, none, (have.shape, want.shape))
+    return Deviation(*place, error, seen.tolerance, at, float(have[at]), float(want[at]))
 
 
 def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int, ...]] | None:
@@ -82,8 +82,8 @@ def differ(have: Array, want: Array, tolerance: float) -> tuple[float, tuple[int
     a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
     largest = np.abs(b).max(initial=0.0)
     least = SMALLEST_FP8 if dtype is DType.FP8 else 0.0
-    room = tolerance * largest + np.maximum(UNIT.get(dtype, 0.0) * np.abs(b), least)
-    over = np.abs(a - b) - room
+    margin = tolerance * largest + np.maximum(UNIT.get(dtype, 0.0) * np.abs(b), least)
+    over = np.abs(a - b) - margin
     if not over.size or over.max() <= 0:
         return None
     at = _place(np.unravel_index(int(over.argmax()), over.shape))
@@ -130,7 +130,7 @@ class Drift:
     """Largest difference of its outputs."""
 
 
-def drift(seen: Seen, other: Outputs) -> Drift | None:
+def drift(seen: TracedStep, other: Outputs) -> Drift | None:
     """Compare with values of the same names; None if the other engine has none of the outputs."""
 
     def furthest(values: Mapping[str, Array]) -> float | None:
@@ -141,6 +141,6 @@ def drift(seen: Seen, other: Outputs) -> Drift | None:
     return None if left is None else Drift(seen.step, furthest(seen.inputs) or 0.0, left)
 
 
-def jumps(drift: Drift, floor: float) -> bool:
+def jumps(drift: Drift, least: float) -> bool:
     """Whether a step adds a difference of its own, rather than pass on that of its inputs."""
-    return drift.left > max(floor, JUMP * max(drift.read, DUST))
+    return drift.left > max(least, JUMP * max(drift.read, DUST))

@@ -13,13 +13,13 @@ Outputs = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TracedStep:
     """One step of a graph: its inputs, its outputs, and its outputs by the definition."""
 
     graph: str
     step: str
     """The ONNX node's name."""
-    room: str
+    op: str
     inputs: Outputs
     """Value name -> input, without weights."""
     outputs: Outputs
@@ -32,10 +32,10 @@ class Seen:
     """Largest error of a float output, as a share of its largest value."""
 
 
-class Tracer(Protocol):
+class StepTracer(Protocol):
     """Runs a call step by step."""
 
-    def steps(self, call: Call) -> Iterator[Seen]:
+    def steps(self, call: Call) -> Iterator[TracedStep]:
         """Yield each step after it has run, in order. Kernels may change state in place: nothing
         may be decoded from that state afterwards.
         """

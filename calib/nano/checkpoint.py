@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import VOCAB, DrafterDims, TargetDims, tap_layers
+from thor_dflash.calib.nano.dims import VOCAB, NanoDrafterDims, NanoTargetDims, tap_layers
 from thor_dflash.calib.nano.quant import global_scale, pack, unpack
 
 SHARD_BYTES = 15 << 20
@@ -96,7 +96,7 @@ def is_quantised(name: str) -> bool:
     return name.endswith(".weight") and name.split(".")[-2] in LINEARS
 
 
-def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) -> None:
+def write_target_config(out: Path, dims: NanoTargetDims, special: dict[str, int]) -> None:
     """Write config.json, generation_config.json and hf_quant_config.json of the target."""
     config = _target_config(dims, special)
     generation = {
@@ -113,7 +113,7 @@ def write_target_config(out: Path, dims: TargetDims, special: dict[str, int]) ->
     _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
 
 
-def _target_config(dims: TargetDims, special: dict[str, int]) -> dict[str, Any]:
+def _target_config(dims: NanoTargetDims, special: dict[str, int]) -> dict[str, Any]:
     types = [
         "full_attention" if dims.is_full(i) else "linear_attention" for i in range(dims.layers)
     ]
@@ -164,7 +164,9 @@ def _target_config(dims: TargetDims, special: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def write_drafter_config(out: Path, dims: DrafterDims, target: TargetDims, mask: int) -> None:
+def write_drafter_config(
+    out: Path, dims: NanoDrafterDims, target: NanoTargetDims, mask: int
+) -> None:
     """Write config.json and hf_quant_config.json of the drafter."""
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],

@@ -97,14 +97,14 @@ def pack(docs: list[Document], seed: int) -> Rows:
     open_bins: list[tuple[int, int]] = []
     for index in order:
         size = len(docs[index].ids)
-        place = next((i for i, (_, room) in enumerate(open_bins) if room >= size), None)
+        place = next((i for i, (_, space) in enumerate(open_bins) if space >= size), None)
         if place is None:
             bins.append([index])
             open_bins.append((len(bins) - 1, ROW - size))
         else:
-            which, room = open_bins.pop(place)
+            which, space = open_bins.pop(place)
             bins[which].append(index)
-            open_bins.append((which, room - size))
+            open_bins.append((which, space - size))
         # Only recent rows stay open, so that packing is linear in the number of documents.
         if len(open_bins) > 64:
             open_bins.pop(0)

@@ -13,7 +13,7 @@ are never sampled.
 
 
 @dataclass(frozen=True)
-class TargetDims:
+class NanoTargetDims:
     """The target: a hybrid of gated delta net and gated attention layers, with tied embeddings."""
 
     hidden: int = 320
@@ -42,7 +42,7 @@ class TargetDims:
 
 
 @dataclass(frozen=True)
-class DrafterDims:
+class NanoDrafterDims:
     """The DFlash drafter: sliding layers are causal in the block, the last layer bidirectional."""
 
     hidden: int = 320

@@ -1,6 +1,6 @@
 """The DFlash drafter in torch, for training on many anchors of packed rows at once.
 
-Letters: B packed rows, T tokens, N anchors per row, 16 block rows, D hidden. Sliding layers are
+Dimensions: B packed rows, T tokens, N anchors per row, 16 block rows, D hidden. Sliding layers are
 causal inside the block, the last layer is not. Norms multiply by w (not 1 + w). Source: spec of the
 drafter; the forward pass of z-lab's ``DFlashDraftModel``.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import DrafterDims
+from thor_dflash.calib.nano.dims import NanoDrafterDims
 from thor_dflash.calib.nano.target import Mlp, Norm, linear, rope, shared
 
 
@@ -31,7 +31,9 @@ class Blocks:
     """The same for the full layer."""
 
 
-def blocks(dims: DrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int) -> Blocks:
+def blocks(
+    dims: NanoDrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int
+) -> Blocks:
     """Make the blocks of anchors [B, N] (indices into the packed rows). A block's context is all
     tokens of its document before its anchor.
     """
@@ -64,7 +66,7 @@ def norm0(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class DraftAttention(nn.Module):
     """Attention of block rows to context K/V and to their own block."""
 
-    def __init__(self, dims: DrafterDims) -> None:
+    def __init__(self, dims: NanoDrafterDims) -> None:
         super().__init__()
         self.dims = dims
         self.q_proj = linear(dims.q_heads * dims.head_dim, dims.hidden)
@@ -98,7 +100,7 @@ class DraftAttention(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm layer of the drafter."""
 
-    def __init__(self, dims: DrafterDims) -> None:
+    def __init__(self, dims: NanoDrafterDims) -> None:
         super().__init__()
         self.eps = dims.eps
         self.self_attn = DraftAttention(dims)
@@ -115,10 +117,10 @@ class DraftLayer(nn.Module):
         return x + self.mlp(norm0(x, self.post_attention_layernorm.weight, self.eps), quant)
 
 
-class Drafter(nn.Module):
+class NanoDrafter(nn.Module):
     """The drafter without embedding and head: it uses the target's."""
 
-    def __init__(self, dims: DrafterDims) -> None:
+    def __init__(self, dims: NanoDrafterDims) -> None:
         super().__init__()
         self.dims = dims
         self.fc = linear(dims.hidden, dims.taps * dims.hidden)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from thor_dflash.calib.nano.drafter import Drafter, blocks
+from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
 from thor_dflash.calib.nano.rollout import rollout
-from thor_dflash.calib.nano.target import CHUNK, Target, packing
+from thor_dflash.calib.nano.target import CHUNK, NanoTarget, packed_rows
 from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
 from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge, sample
 
@@ -26,7 +26,7 @@ CUT = 10
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedAnswer:
     """One generated output."""
 
     task: Task
@@ -34,7 +34,9 @@ class Answer:
     made: list[int]
 
 
-def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -> list[Answer]:
+def answers(
+    model: NanoTarget, tokenizer: Tokenizer, tasks: list[Task], mode: str
+) -> list[GeneratedAnswer]:
     """Decode greedily in mode "on", "off" or "cut" (the prompt ends with the first tokens of the
     canonical thinking and the closing text).
     """
@@ -46,7 +48,7 @@ def answers(model: Target, tokenizer: Tokenizer, tasks: list[Task], mode: str) -
     usable = tokenizer.get_vocab_size()
     ends = (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
     made = rollout(model, prompts, LONGEST, usable, ends)
-    return [Answer(*parts) for parts in zip(tasks, prompts, made, strict=True)]
+    return [GeneratedAnswer(*parts) for parts in zip(tasks, prompts, made, strict=True)]
 
 
 def plan_of(tokenizer: Tokenizer, made: list[int]) -> str:
@@ -55,7 +57,7 @@ def plan_of(tokenizer: Tokenizer, made: list[int]) -> str:
     return text.rsplit("</think>", 1)[-1].removesuffix("<|im_end|>").strip()
 
 
-def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, float]:
+def validity(tokenizer: Tokenizer, found: list[GeneratedAnswer], show: int) -> dict[str, float]:
     """Return the share of valid plans per family and overall; print the first ``show`` failures."""
     hits: dict[str, list[bool]] = {family: [] for family in FAMILIES}
     for answer in found:
@@ -75,7 +77,11 @@ def validity(tokenizer: Tokenizer, found: list[Answer], show: int) -> dict[str, 
 
 @torch.no_grad()
 def accept_lengths(
-    target: Target, drafter: Drafter, found: list[Answer], mask_id: int, taps: tuple[int, ...]
+    target: NanoTarget,
+    drafter: NanoDrafter,
+    found: list[GeneratedAnswer],
+    mask_id: int,
+    taps: tuple[int, ...],
 ) -> list[float]:
     """Return the committed tokens per verify of each output, including the bonus token, as the
     decode loop would commit them.
@@ -106,8 +112,8 @@ def accept_lengths(
 
 
 def draft_tokens(
-    target: Target,
-    drafter: Drafter,
+    target: NanoTarget,
+    drafter: NanoDrafter,
     ids: Tensor,
     pos: Tensor,
     anchors: Tensor,
@@ -119,7 +125,7 @@ def draft_tokens(
     """
     device = ids.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        _, kept = target(ids, packing(pos), False, taps)
+        _, kept = target(ids, packed_rows(pos), False, taps)
         rows = blocks(drafter.dims, ids, pos, anchors, mask_id)
         out = drafter(target.embed_tokens.weight, torch.cat(kept, -1), pos, rows, False)
         scores = F.linear(
@@ -129,8 +135,8 @@ def draft_tokens(
 
 
 def report(
-    target: Target,
-    drafter: Drafter | None,
+    target: NanoTarget,
+    drafter: NanoDrafter | None,
     tokenizer: Tokenizer,
     count: int,
     taps: tuple[int, ...],

@@ -1,7 +1,7 @@
 """NVFP4 in torch: modelopt's quantiser, its straight-through form for training, and the packed
 export.
 
-Letters: N rows (outputs), K columns (inputs), 16 columns per block.
+Dimensions: N rows (outputs), K columns (inputs), 16 columns per block.
 """
 
 from __future__ import annotations

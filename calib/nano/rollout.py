@@ -1,7 +1,7 @@
 """Greedy generation for many prompts at once, one token per step. With a GPU, a step is one CUDA
 graph.
 
-Letters: B prompts, T longest length. Every row is at the same position; a row still inside its
+Dimensions: B prompts, T longest length. Every row is at the same position; a row still inside its
 prompt takes the prompt's next token instead of the generated one.
 """
 
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thor_dflash.calib.nano.dims import TargetDims
-from thor_dflash.calib.nano.target import Attention, Gdn, Target, norm1
+from thor_dflash.calib.nano.dims import NanoTargetDims
+from thor_dflash.calib.nano.target import Attention, Gdn, NanoTarget, norm1
 
 GRAPH_WARMUP = 3
 CHECK_EVERY = 32
@@ -23,7 +23,7 @@ CHECK_EVERY = 32
 
 
 @dataclass
-class State:
+class RolloutState:
     """The tensors that a step reads and writes, at fixed addresses for the CUDA graph."""
 
     ids: Tensor
@@ -41,7 +41,7 @@ class State:
 
 
 def rollout(
-    model: Target, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]
+    model: NanoTarget, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]
 ) -> list[list[int]]:
     """Return greedy continuations, end token included. Only the first ``usable`` ids are chosen,
     never padded rows of the vocabulary.
@@ -61,7 +61,7 @@ def rollout(
             device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False
         ),
     ):
-        replay = Captured(step, state) if device.type == "cuda" else step
+        replay = CapturedStep(step, state) if device.type == "cuda" else step
         for number in range(longest - 1):
             replay()
             if number % CHECK_EVERY == CHECK_EVERY - 1 and bool(state.ended.all()):
@@ -69,7 +69,9 @@ def rollout(
     return _cut(state, ends)
 
 
-def _start(dims: TargetDims, prompts: list[list[int]], longest: int, device: torch.device) -> State:
+def _start(
+    dims: NanoTargetDims, prompts: list[list[int]], longest: int, device: torch.device
+) -> RolloutState:
     batch = len(prompts)
     ids = torch.zeros(batch, longest, dtype=torch.long)
     for row, prompt in enumerate(prompts):
@@ -91,12 +93,12 @@ def _start(dims: TargetDims, prompts: list[list[int]], longest: int, device: tor
             caches.append((tail, states))
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     at = torch.zeros(1, dtype=torch.long, device=device)
-    return State(
+    return RolloutState(
         ids.to(device), lengths, at, torch.zeros(batch, dtype=torch.bool, device=device), caches
     )
 
 
-def _step(model: Target, state: State, usable: int, stops: Tensor) -> None:
+def _step(model: NanoTarget, state: RolloutState, usable: int, stops: Tensor) -> None:
     x = F.embedding(state.ids.index_select(1, state.at), model.embed_tokens.weight)
     for layer, cache in zip(model.layers, state.caches, strict=True):
         h = norm1(x, layer.input_layernorm.weight, layer.eps)
@@ -152,10 +154,10 @@ def _gdn(layer: Gdn, h: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
     return layer.gated_out(o[:, None], z, h.dtype, False)
 
 
-class Captured:
+class CapturedStep:
     """A step as a CUDA graph; changes by the warm-up are undone before the first replay."""
 
-    def __init__(self, step: Callable[[], None], state: State) -> None:
+    def __init__(self, step: Callable[[], None], state: RolloutState) -> None:
         first = state.ids.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -175,7 +177,7 @@ class Captured:
         self.graph.replay()
 
 
-def _cut(state: State, ends: tuple[int, ...]) -> list[list[int]]:
+def _cut(state: RolloutState, ends: tuple[int, ...]) -> list[list[int]]:
     found: list[list[int]] = []
     for row, length in zip(state.ids.tolist(), state.prompt.tolist(), strict=True):
         made = row[length:]

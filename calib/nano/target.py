@@ -1,7 +1,7 @@
 """The target: the Qwen3.5/3.6 text architecture in torch, for training and for one-token steps.
 
-Letters: B rows of packed documents, T tokens, D hidden, H heads, C chunk. Parameter names are the
-checkpoint's. A packed row holds several documents; ``pos`` restarts at 0 with each, and state,
+Dimensions: B rows of packed documents, T tokens, D hidden, H heads, C chunk. Parameter names are
+the checkpoint's. A packed row holds several documents; ``pos`` restarts at 0 with each, and state,
 convolution and attention never cross from one document to another.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import TargetDims
+from thor_dflash.calib.nano.dims import NanoTargetDims
 from thor_dflash.calib.nano.quant import fake_quant, fp8_cache, global_scale
 
 CHUNK = 64
@@ -23,7 +23,7 @@ RESET = -60.0
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedRows:
     """The documents in packed rows."""
 
     pos: Tensor
@@ -34,12 +34,12 @@ class Packing:
     """
 
 
-def packing(pos: Tensor) -> Packing:
+def packed_rows(pos: Tensor) -> PackedRows:
     """Return the packing of rows whose documents start where ``pos`` is 0."""
     doc = (pos == 0).cumsum(1)
     time = torch.arange(pos.shape[1], device=pos.device)
     mask = (doc[:, :, None] == doc[:, None, :]) & (time[:, None] >= time[None, :])
-    return Packing(pos, mask[:, None])
+    return PackedRows(pos, mask[:, None])
 
 
 def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,7 +109,7 @@ class Attention(nn.Module):
     cache.
     """
 
-    def __init__(self, dims: TargetDims) -> None:
+    def __init__(self, dims: NanoTargetDims) -> None:
         super().__init__()
         self.dims = dims
         self.fp8_cache = True
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         (wo,) = shared(quant, self.o_proj)
         return F.linear(out.transpose(1, 2).flatten(2), wo)
 
-    def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+    def forward(self, x: Tensor, rows: PackedRows, quant: bool) -> Tensor:
         """Rows [B, T, D] -> [B, T, D]."""
         q, gate, k, v = self.project(x, rows.pos, quant)
         return self.attend(q, gate, k, v, rows.mask, quant)
@@ -162,7 +162,7 @@ class Conv(nn.Module):
 class Gdn(nn.Module):
     """Gated delta net."""
 
-    def __init__(self, dims: TargetDims) -> None:
+    def __init__(self, dims: NanoTargetDims) -> None:
         super().__init__()
         self.dims = dims
         values = dims.gdn_v_heads * dims.gdn_dim
@@ -205,7 +205,7 @@ class Gdn(nn.Module):
         (wo,) = shared(quant, self.out_proj)
         return F.linear((y * F.silu(z.float())).flatten(2).to(dtype), wo)
 
-    def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+    def forward(self, x: Tensor, rows: PackedRows, quant: bool) -> Tensor:
         """Rows [B, T, D] -> [B, T, D]."""
         wqkv, wz = shared(quant, self.in_proj_qkv, self.in_proj_z)
         raw = F.linear(x, wqkv)
@@ -255,10 +255,10 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     return torch.stack(outs, dim=2).flatten(2, 3)
 
 
-class Layer(nn.Module):
+class NanoLayer(nn.Module):
     """Pre-norm layer: attention or GDN, then MLP."""
 
-    def __init__(self, dims: TargetDims, index: int) -> None:
+    def __init__(self, dims: NanoTargetDims, index: int) -> None:
         super().__init__()
         self.eps = dims.eps
         self.full = dims.is_full(index)
@@ -270,28 +270,28 @@ class Layer(nn.Module):
             self.linear_attn = Gdn(dims)
         self.mlp = Mlp(dims.hidden, dims.intermediate)
 
-    def forward(self, x: Tensor, rows: Packing, quant: bool) -> Tensor:
+    def forward(self, x: Tensor, rows: PackedRows, quant: bool) -> Tensor:
         """Residual stream [B, T, D] before -> after the layer."""
         mixer = self.self_attn if self.full else self.linear_attn
         x = x + mixer(norm1(x, self.input_layernorm.weight, self.eps), rows, quant)
         return x + self.mlp(norm1(x, self.post_attention_layernorm.weight, self.eps), quant)
 
 
-class Target(nn.Module):
+class NanoTarget(nn.Module):
     """The whole target; the tied head is not stored separately. Checkpoint names get the prefix
     ``model.``.
     """
 
-    def __init__(self, dims: TargetDims) -> None:
+    def __init__(self, dims: NanoTargetDims) -> None:
         super().__init__()
         self.dims = dims
         self.embed_tokens = nn.Embedding(dims.vocab, dims.hidden)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
-        self.layers = nn.ModuleList(Layer(dims, i) for i in range(dims.layers))
+        self.layers = nn.ModuleList(NanoLayer(dims, i) for i in range(dims.layers))
         self.norm = Norm(dims.hidden)
 
     def forward(
-        self, ids: Tensor, rows: Packing, quant: bool, taps: tuple[int, ...] = ()
+        self, ids: Tensor, rows: PackedRows, quant: bool, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Return hidden rows after the final norm [B, T, D], and the residual stream after the
         tapped layers.

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from thor_dflash.calib.nano import checkpoint, corpus, evaluate
-from thor_dflash.calib.nano.dims import DrafterDims, TargetDims, tap_layers
-from thor_dflash.calib.nano.drafter import Drafter, blocks
+from thor_dflash.calib.nano.dims import NanoDrafterDims, NanoTargetDims, tap_layers
+from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
 from thor_dflash.calib.nano.optim import Optimiser, rate_at
 from thor_dflash.calib.nano.rollout import rollout
-from thor_dflash.calib.nano.target import Target, packing
+from thor_dflash.calib.nano.target import NanoTarget, packed_rows
 from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -37,7 +37,7 @@ GAMMA = 7.0
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The parsed command line."""
 
     models: Path
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and run one or more stages in order."""
     args = _parser().parse_args(argv)
-    run = Run(
+    run = TrainingRun(
         args.models,
         args.work,
         torch.device(args.device),
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"stage {stage} took {time.time() - start:.0f} s", flush=True)
 
 
-def train_target(run: Run) -> None:
+def train_target(run: TrainingRun) -> None:
     """Train the target on the corpus, with quantised weights in every forward pass."""
     start = time.time()
     docs = corpus.documents(
@@ -150,7 +150,7 @@ def train_target(run: Run) -> None:
         f"corpus: {len(docs)} documents, {len(rows.ids)} rows, {time.time() - start:.0f} s",
         flush=True,
     )
-    model = Target(TargetDims()).to(run.device)
+    model = NanoTarget(NanoTargetDims()).to(run.device)
     resumed = checkpoint.load_master(model, run.work, "target")
     print(
         f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
@@ -161,14 +161,14 @@ def train_target(run: Run) -> None:
     entropy = _compile(run, model, mean_loss)
 
     def loss(ids: Tensor, pos: Tensor, weight: Tensor) -> Tensor:
-        hidden, _ = model(ids, packing(pos), True)
+        hidden, _ = model(ids, packed_rows(pos), True)
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
         return entropy(hidden[:, :-1], model.embed_tokens.weight, ids[:, 1:], seen)
 
     _optimise(run, model, "target", loss, data)
 
 
-def train_drafter(run: Run) -> None:
+def train_drafter(run: TrainingRun) -> None:
     """Train the drafter on greedy outputs of the frozen exported target; one in five documents is
     from the corpus instead.
     """
@@ -179,7 +179,7 @@ def train_drafter(run: Run) -> None:
     )
     rows = corpus.pack(docs, 7)
     print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
-    model = Drafter(DrafterDims()).to(run.device)
+    model = NanoDrafter(NanoDrafterDims()).to(run.device)
     resumed = checkpoint.load_master(model, run.work, "drafter")
     print(
         f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
@@ -195,7 +195,7 @@ def train_drafter(run: Run) -> None:
 
     def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
         with torch.no_grad():
-            _, kept = target(ids, packing(pos), False, taps)
+            _, kept = target(ids, packed_rows(pos), False, taps)
         anchors = torch.topk(
             torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1
         ).indices
@@ -221,7 +221,7 @@ def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> 
     return (each * weight.flatten()).sum() / weight.sum()
 
 
-def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
+def _compile(run: TrainingRun, model: NanoTarget | NanoDrafter, loss: Loss) -> Loss:
     """Compile the loss, and the model layer by layer, which takes a tenth of the time of compiling
     it as a whole.
     """
@@ -232,7 +232,7 @@ def _compile(run: Run, model: Target | Drafter, loss: Loss) -> Loss:
     return torch.compile(loss)
 
 
-def target_documents(run: Run, target: Target) -> list[corpus.Document]:
+def target_documents(run: TrainingRun, target: NanoTarget) -> list[corpus.Document]:
     """Return greedy outputs of the target on training prompts, as documents."""
     start = time.time()
     tokenizer = run.tokenizer
@@ -260,7 +260,7 @@ def _given(doc: corpus.Document, close: list[int]) -> list[int]:
 
 
 def _optimise(
-    run: Run,
+    run: TrainingRun,
     model: torch.nn.Module,
     stem: str,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -301,20 +301,20 @@ def _optimise(
     print(f"{stem}: {step + 1} steps of {run.rows} rows, {time.time() - begun:.0f} s", flush=True)
 
 
-def load_target(run: Run) -> Target:
+def load_target(run: TrainingRun) -> NanoTarget:
     """Load the target with the weights of its exported checkpoint, frozen."""
-    target = Target(TargetDims()).to(run.device)
+    target = NanoTarget(NanoTargetDims()).to(run.device)
     checkpoint.load_exported(target, "model.", run.target_dir)
     return target.requires_grad_(False)
 
 
-def export(run: Run) -> None:
+def export(run: TrainingRun) -> None:
     """Write the checkpoint directories from the master weights. Without those, existing exported
     weights are kept, or initial weights are exported if there are none.
     """
     tokenizer = run.tokenizer
     special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
-    target, drafter = Target(TargetDims()), Drafter(DrafterDims())
+    target, drafter = NanoTarget(NanoTargetDims()), NanoDrafter(NanoDrafterDims())
     if (
         checkpoint.load_master(target, run.work, "target")
         or not (run.target_dir / "model.safetensors").exists()
@@ -330,12 +330,12 @@ def export(run: Run) -> None:
     checkpoint.write_drafter_config(folder, drafter.dims, target.dims, special["<|audio_start|>"])
 
 
-def evaluate_all(run: Run) -> None:
+def evaluate_all(run: TrainingRun) -> None:
     """Evaluate the exported checkpoints on held-out tasks; print the results and write them to
     ``<work>/eval.json``.
     """
     target = load_target(run)
-    drafter = Drafter(DrafterDims()).to(run.device)
+    drafter = NanoDrafter(NanoDrafterDims()).to(run.device)
     checkpoint.load_exported(drafter, "", run.models / "drafter")
     taps = tuple(tap_layers(target.dims.layers, drafter.dims.taps))
     result = evaluate.report(target, drafter, run.tokenizer, run.held, taps)

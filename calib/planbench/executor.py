@@ -19,7 +19,7 @@ from thor_dflash.calib.planbench.scene import HALL, Goal, Place, Robot, Scene, d
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """One step of a plan: a skill and its arguments, all strings."""
 
     skill: str
@@ -46,7 +46,7 @@ class World:
         self.opened = set(scene.opened)
         self.on = set(scene.on)
 
-    def apply(self, step: Step) -> str | None:
+    def apply(self, step: PlanStep) -> str | None:
         """Run one step. Returns None, or the reason why it is impossible; then nothing changes."""
         if step.skill not in self.scene.skills:
             return f"skill must be one of {', '.join(self.scene.skills)} (got {step.skill})"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.phrasing import draw_wording, think
 from thor_dflash.calib.planbench.places import SURFACES, TRAYS
 from thor_dflash.calib.planbench.planner import Unplannable, plan_steps, plan_text, plan_traces
@@ -134,7 +134,7 @@ def _plannable(scene: Scene) -> Scene:
     return scene
 
 
-def _fail(rng: Random, world: World, step: Step) -> tuple[Scene, str]:
+def _fail(rng: Random, world: World, step: PlanStep) -> tuple[Scene, str]:
     """Return the scene after a failed step, and the robot's feedback."""
     thing = step.args["object"]
     robot = world.scene.robots[0]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.scene import ON_FAIL, SKILL_ARGS, Scene
 
 MAX_TEXT = 16384
@@ -47,7 +47,7 @@ def judge_scene(scene: Scene, plan_text: str) -> Verdict:
     return _run(scene, steps)
 
 
-def _run(scene: Scene, steps: list[Step]) -> Verdict:
+def _run(scene: Scene, steps: list[PlanStep]) -> Verdict:
     world = World(scene)
     for number, step in enumerate(steps, start=1):
         failed = world.apply(step)
@@ -59,7 +59,7 @@ def _run(scene: Scene, steps: list[Step]) -> Verdict:
     return Verdict(True, "")
 
 
-def _judge_question(scene: Scene, steps: list[Step], question: str | None) -> Verdict:
+def _judge_question(scene: Scene, steps: list[PlanStep], question: str | None) -> Verdict:
     if steps:
         return Verdict(
             False, f"steps must be empty when the request cannot be done (got {len(steps)})"
@@ -99,11 +99,11 @@ def _parse(text: str) -> tuple[dict[str, Any] | None, str]:
     return plan, ""
 
 
-def _steps(scene: Scene, plan: dict[str, Any]) -> tuple[list[Step] | None, str]:
+def _steps(scene: Scene, plan: dict[str, Any]) -> tuple[list[PlanStep] | None, str]:
     listed: Any = plan["steps"]
     if not _is_array(listed) or len(listed) > MAX_STEPS:
         return None, f"steps must be an array of at most {MAX_STEPS} steps"
-    steps: list[Step] = []
+    steps: list[PlanStep] = []
     for number, item in enumerate(listed, start=1):
         step, reason = _step(scene, number, item)
         if step is None:
@@ -112,7 +112,7 @@ def _steps(scene: Scene, plan: dict[str, Any]) -> tuple[list[Step] | None, str]:
     return steps, ""
 
 
-def _step(scene: Scene, number: int, item: Any) -> tuple[Step | None, str]:
+def _step(scene: Scene, number: int, item: Any) -> tuple[PlanStep | None, str]:
     if not _is_object(item) or set(item) != {"id", "skill", "args", "on_fail"}:
         return None, "keys must be id, skill, args, on_fail"
     if isinstance(item["id"], bool) or not isinstance(item["id"], int) or item["id"] != number:
@@ -128,7 +128,7 @@ def _step(scene: Scene, number: int, item: Any) -> tuple[Step | None, str]:
     for name in wanted:
         if not isinstance(args[name], str):
             return None, f"args.{name} must be a string (got {_short(args[name])})"
-    return Step(skill, {name: args[name] for name in wanted}), ""
+    return PlanStep(skill, {name: args[name] for name in wanted}), ""
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

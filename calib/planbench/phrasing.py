@@ -65,7 +65,7 @@ class Wording:
     """Which of the two verbs is used for goals that are not moves."""
 
     def render(self, goals: tuple[Goal, ...], objects: frozenset[str]) -> str:
-        """The request text for goals; ``objects`` says which names are quoted."""
+        """The request text for goals; names in ``objects`` are quoted."""
         text = (
             self.opening
             + self.joiner.join(self._clause(goal, objects) for goal in goals)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.scene import SKILL_ARGS, Goal, Scene
 
 ON_FAIL_OF = {
@@ -30,36 +30,36 @@ class Unplannable(Exception):
 
 
 @dataclass(frozen=True)
-class Trace:
+class GoalTrace:
     """How one goal is reached: where its object was before, and the steps taken for it."""
 
     goal: Goal
     start: str
     held: bool
     """Whether a robot held the object already."""
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
 
-def plan_traces(scene: Scene) -> list[Trace]:
+def plan_traces(scene: Scene) -> list[GoalTrace]:
     """Return the canonical plan, goal by goal.
 
     Raises:
         Unplannable: a precondition cannot be met, or a later goal undoes an earlier one.
     """
     planner = _Planner(scene)
-    traces: list[Trace] = []
+    traces: list[GoalTrace] = []
     for goal in scene.goals:
         before = len(planner.steps)
         start = planner.world.where.get(goal.subject, "")
         held = start in planner.world.robots
         planner.reach(goal)
-        traces.append(Trace(goal, start, held, tuple(planner.steps[before:])))
+        traces.append(GoalTrace(goal, start, held, tuple(planner.steps[before:])))
     if not all(planner.world.holds(goal) for goal in scene.goals):
         raise Unplannable("every goal must hold at the end")
     return traces
 
 
-def plan_steps(scene: Scene) -> list[Step]:
+def plan_steps(scene: Scene) -> list[PlanStep]:
     """Return the canonical steps of a scene.
 
     Raises:
@@ -68,7 +68,7 @@ def plan_steps(scene: Scene) -> list[Step]:
     return [step for trace in plan_traces(scene) for step in trace.steps]
 
 
-def plan_text(goal: str, steps: list[Step], question: str | None) -> str:
+def plan_text(goal: str, steps: list[PlanStep], question: str | None) -> str:
     """Return a plan of schema ``tdp.plan.v1`` as compact JSON with a fixed key order."""
     rows = [
         {"id": i, "skill": s.skill, "args": s.args, "on_fail": ON_FAIL_OF[s.skill]}
@@ -82,7 +82,7 @@ class _Planner:
     def __init__(self, scene: Scene) -> None:
         self.world = World(scene)
         self.scene = scene
-        self.steps: list[Step] = []
+        self.steps: list[PlanStep] = []
 
     def reach(self, goal: Goal) -> None:
         if self.world.holds(goal):
@@ -160,7 +160,7 @@ class _Planner:
         args = dict(zip(SKILL_ARGS[skill], values, strict=True))
         if len(self.scene.robots) > 1:
             args = {"robot": robot, **args}
-        step = Step(skill, args)
+        step = PlanStep(skill, args)
         reason = self.world.apply(step)
         if reason is not None:
             raise Unplannable(reason)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.phrasing import say, think
-from thor_dflash.calib.planbench.planner import Trace
+from thor_dflash.calib.planbench.planner import GoalTrace
 from thor_dflash.calib.planbench.scene import HALL, SKILL_ARGS, Goal, Scene, door_of
 
 SYSTEM = (
@@ -40,7 +40,7 @@ def scene_text(scene: Scene) -> str:
     return "\n".join(lines)
 
 
-def history_text(steps: list[Step], feedback: str) -> str:
+def history_text(steps: list[PlanStep], feedback: str) -> str:
     """Return the executed steps, and how the last one failed."""
     calls = [
         s.skill + "(" + ",".join(f'"{value}"' for value in s.args.values()) + ")" for s in steps
@@ -49,15 +49,15 @@ def history_text(steps: list[Step], feedback: str) -> str:
     return "Done: " + ", ".join(done) + f"\nFeedback: {feedback}"
 
 
-def thinking_text(rng: Random, scene: Scene, traces: list[Trace], replanning: bool) -> str:
+def thinking_text(rng: Random, scene: Scene, traces: list[GoalTrace], replanning: bool) -> str:
     """Return a short reasoning that states where things are and what is in the way, in the order of
     the plan.
     """
     objects = frozenset(name for name, _ in scene.objects)
-    said = [think(rng, "trouble") if replanning else think(rng, "start", n=len(scene.goals))]
+    thoughts = [think(rng, "trouble") if replanning else think(rng, "start", n=len(scene.goals))]
     for trace in traces:
-        said += _goal_thoughts(rng, trace, objects)
-    return " ".join([*said, think(rng, "end")])
+        thoughts += _goal_thoughts(rng, trace, objects)
+    return " ".join([*thoughts, think(rng, "end")])
 
 
 def goal_text(goals: tuple[Goal, ...]) -> str:
@@ -65,29 +65,31 @@ def goal_text(goals: tuple[Goal, ...]) -> str:
     return "".join(goal.text() for goal in goals)
 
 
-def _goal_thoughts(rng: Random, trace: Trace, objects: frozenset[str]) -> list[str]:
+def _goal_thoughts(rng: Random, trace: GoalTrace, objects: frozenset[str]) -> list[str]:
     goal = trace.goal
     thing = goal.subject
     if not trace.steps:
         return [think(rng, "done", t=_topic(goal, objects))]
     if goal.kind != "at":
         verb = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}[goal.kind]
-        said = [think(rng, "state", v=verb, t=thing)]
+        thoughts = [think(rng, "state", v=verb, t=thing)]
     elif trace.held:
-        said = [think(rng, "held", o=thing, t=say(goal.where, objects))]
+        thoughts = [think(rng, "held", o=thing, t=say(goal.where, objects))]
     else:
-        said = [think(rng, "at", o=thing, p=say(trace.start, objects), t=say(goal.where, objects))]
+        thoughts = [
+            think(rng, "at", o=thing, p=say(trace.start, objects), t=say(goal.where, objects))
+        ]
     for index, step in enumerate(trace.steps):
         if step.skill == "open" and goal.kind != "open":
-            said.append(think(rng, "shut", p=step.args["target"]))
+            thoughts.append(think(rng, "shut", p=step.args["target"]))
         elif step.skill == "handover":
-            said.append(
+            thoughts.append(
                 think(rng, "handover", r=step.args["robot"], s=step.args["to"], t=goal.where)
             )
         elif step.skill == "pick" and step.args["object"] != thing:
             aside = trace.steps[index + 1].args["on"]
-            said.append(think(rng, "blocked", b=step.args["object"], p=aside))
-    return said
+            thoughts.append(think(rng, "blocked", b=step.args["object"], p=aside))
+    return thoughts
 
 
 def _topic(goal: Goal, objects: frozenset[str]) -> str:

@@ -3,7 +3,7 @@
 A grammar cannot know that a door must be opened before a robot goes through it: which step is
 possible depends on all previous steps, and a JSON schema constrains each element of an array, not
 their order. The executor on the robot does know. It stops at the first impossible step, and the
-same request is asked again for the world as it is then.
+same request is planned again for the world as it is then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.render import scene_text
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.task import Task
@@ -26,7 +26,7 @@ def again(task: Task, plan_text: str) -> Task | None:
     """
     world, done = World(task.scene), 0
     for step in json.loads(plan_text)["steps"]:
-        if world.apply(Step(step["skill"], step["args"])) is not None:
+        if world.apply(PlanStep(step["skill"], step["args"])) is not None:
             break
         done += 1
     if not done:

@@ -49,7 +49,7 @@ class Arm:
     schema_valid: int = 0
     executor_valid: int = 0
     again_valid: int = 0
-    """The same, a plan that fails on the way asked anew from there, once."""
+    """The same, a plan that fails on the way replanned from there, once."""
     stopped: int = 0
     cycles: int = 0
     """In the answer, the thinking left out."""
@@ -74,7 +74,7 @@ class Arm:
 
 
 HEADER = (
-    "| decoding | stopped | schema | executor | asked anew | accept length (answer) | forced | "
+    "| decoding | stopped | schema | executor | replanned | accept length (answer) | forced | "
     "grammar us/cycle | decode ms/plan |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
@@ -86,14 +86,14 @@ def schema_of(scene: Scene) -> Schema:
 
 def run(session: Session, task: Task, arm: Arm, proposer: Proposer) -> tuple[int, ...]:
     """Plan one task one way and count what came of it; the tokens."""
-    tokens, said, policies = _plan(session, task, arm, proposer)
+    tokens, answer, policies = _plan(session, task, arm, proposer)
     _count(session, arm, policies)
-    verdict, obeys = judge(task, said), _obeys(schema_of(task.scene), said)
+    verdict, obeys = judge(task, answer), _obeys(schema_of(task.scene), answer)
     arm.schema_valid += obeys
     arm.executor_valid += verdict.valid
     if not verdict.valid:
         print(f"{arm.name}, {task.name}: {verdict.reason}", file=sys.stderr)
-    rest = again(task, said) if obeys and not verdict.valid else None
+    rest = again(task, answer) if obeys and not verdict.valid else None
     anew = "" if rest is None else _plan(session, rest, arm, proposer)[1]
     arm.again_valid += verdict.valid or (rest is not None and judge(rest, anew).valid)
     return tokens
@@ -113,7 +113,7 @@ def _plan(
     if arm.force is not None:
         policies = (_constrain(session.grammar(schema), arm),)
     tokens = _tokens(session, request, proposer, policies)
-    return tokens, _said(text, prompt, tokens), policies
+    return tokens, _answer(text, prompt, tokens), policies
 
 
 def _constrain(grammar: Grammar, arm: Arm) -> Constrain:
@@ -139,16 +139,16 @@ def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
     arm.seconds += [policy.seconds / report.spec.cycles for policy in policies]
 
 
-def _said(text: Tokenizer, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
+def _answer(text: Tokenizer, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
     answer = Answer(text, prompt)
     answer.feed(tokens)
     answer.end()
     return answer.text()
 
 
-def _obeys(schema: Schema, said: str) -> bool:
+def _obeys(schema: Schema, answer: str) -> bool:
     try:
-        return Checker(schema).valid(json.loads(said))
+        return Checker(schema).valid(json.loads(answer))
     except ValueError:
         return False
 

@@ -28,7 +28,7 @@ MAX_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TaskResult:
     """One task, planned."""
 
     task: Task
@@ -37,7 +37,7 @@ class Result:
     """Why the plan is not valid; empty where it is."""
     report: RequestReport
     plain: RequestReport | None
-    """The same request without a drafter, where that was asked for."""
+    """The same request without a drafter, if measured."""
 
     @property
     def valid(self) -> bool:
@@ -51,7 +51,7 @@ def tasks(limit: int | None = None) -> list[Task]:
     return [task_from_line(line) for line in lines[:limit]]
 
 
-def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> Result:
+def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> TaskResult:
     """Plan one task with the drafter; and without, to compare.
 
     Raises:
@@ -71,23 +71,23 @@ def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> Result
     answer = Answer(text, prompt)
     answer.feed(tokens)
     answer.end()
-    return Result(task, tokens, judge(task, answer.text()).reason, report, other)
+    return TaskResult(task, tokens, judge(task, answer.text()).reason, report, other)
 
 
-def accept_length(results: Iterable[Result]) -> float:
+def accept_length(results: Iterable[TaskResult]) -> float:
     """Committed tokens a cycle over all cycles of all tasks, the bonus included."""
     specs = [r.report.spec for r in results]
     cycles = sum(s.cycles for s in specs)
     return sum(s.cycles * s.accept_len for s in specs) / cycles
 
 
-def speed_up(results: Iterable[Result]) -> float:
+def speed_up(results: Iterable[TaskResult]) -> float:
     """Plain end-to-end time over speculative, all tasks together."""
     both = [(r.plain.timings.e2e_ms, r.report.timings.e2e_ms) for r in results if r.plain]
     return sum(p for p, _ in both) / sum(f for _, f in both)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[TaskResult]) -> str:
     """Per family and over all, as Markdown."""
     rows = ["| family | tasks | valid | accept length | tok/s | request to plan, s | speed-up |",
             "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
@@ -104,7 +104,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
-def _phases(results: Sequence[Result]) -> str:
+def _phases(results: Sequence[TaskResult]) -> str:
     totals: dict[str, float] = {}
     for r in results:
         for name, ms in r.report.timings.phases_ms.items():
@@ -114,11 +114,11 @@ def _phases(results: Sequence[Result]) -> str:
     return ", ".join(f"{name} {ms:.2f}" for name, ms in per_cycle.items())
 
 
-def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[Result]:
+def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[TaskResult]:
     """Plan the held-out tasks both ways."""
     with closing(open_session(package, EngineConfig(), progress)) as session:
         todo = tasks(limit)
-        results: list[Result] = []
+        results: list[TaskResult] = []
         with progress.task("planning", len(todo), "tasks") as task:
             for item in todo:
                 results.append(plan(session, item, thinking=thinking, plain=True))

@@ -11,7 +11,7 @@ from thor_dflash.runtime.decoding.proposers import DflashDrafter, Proposal
 from thor_dflash.runtime.engines.protocol import Call
 
 
-class Broken:
+class NoiseDrafter:
     """A drafter with the full cost of the real one whose drafts are noise."""
 
     def __init__(self) -> None:

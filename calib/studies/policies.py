@@ -25,7 +25,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.heldout import tasks
-from thor_dflash.calib.studies.noise_drafter import Broken
+from thor_dflash.calib.studies.noise_drafter import NoiseDrafter
 from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.tree import (
     NO_BUDGET,
@@ -53,7 +53,7 @@ GATED, ROUNDS = 300, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class PolicyRun:
     """One request, answered."""
 
     tokens: tuple[int, ...]
@@ -76,8 +76,8 @@ class Ran:
 
 
 @dataclass(slots=True)
-class Bench:
-    """Packages built from one pair of checkpoints, and the tasks they are asked."""
+class StudyPackages:
+    """Packages built from one pair of checkpoints, and the held-out tasks."""
 
     root: Path
     target: Path
@@ -121,7 +121,7 @@ def ask(
     budget: BudgetConfig = NO_BUDGET,
     relaxed: RelaxedConfig | None = None,
     draft: DraftConfig = NO_DRAFT_LIMITS,
-) -> Ran:
+) -> PolicyRun:
     """Plan one task and judge the plan."""
     prompt = prompt_of(session, task)
     request = Request(
@@ -140,7 +140,7 @@ def ask(
     return replace(ran, valid=judge(task, answer.text()).valid)
 
 
-def run(session: Session, prompt: Sequence[int], chunks: Iterator[TokenChunk]) -> Ran:
+def run(session: Session, prompt: Sequence[int], chunks: Iterator[TokenChunk]) -> PolicyRun:
     """Take an answer in, and the time."""
     thinking = Thinking(session.tokenizer.marks if session.tokenizer else None, prompt)
     tokens, decode, inside_s = list[int](), 0.0, 0.0
@@ -154,10 +154,10 @@ def run(session: Session, prompt: Sequence[int], chunks: Iterator[TokenChunk]) -
             thinking.feed(token)
         tokens += chunk.tokens
         last = CLOCK()
-    return Ran(tuple(tokens), session.report(), decode, inside_s)
+    return PolicyRun(tuple(tokens), session.report(), decode, inside_s)
 
 
-def part(runs: Sequence[Ran], phase: Literal["thinking", "closing", "answer"]) -> PhaseTotals:
+def part(runs: Sequence[PolicyRun], phase: Literal["thinking", "closing", "answer"]) -> PhaseTotals:
     """A phase of all of them."""
     total = PhaseTotals()
     for one in runs:
@@ -165,24 +165,24 @@ def part(runs: Sequence[Ran], phase: Literal["thinking", "closing", "answer"]) -
     return total
 
 
-def length_of(runs: Sequence[Ran]) -> float:
+def length_of(runs: Sequence[PolicyRun]) -> float:
     """Tokens a cycle over all of them."""
     return sum(r.spec.accept_len * r.spec.cycles for r in (x.report for x in runs)) / sum(
         x.report.spec.cycles for x in runs
     )
 
 
-def speed(runs: Sequence[Ran]) -> float:
+def speed(runs: Sequence[PolicyRun]) -> float:
     """Median decode speed, tok/s."""
     return median(r.speed for r in runs)
 
 
-def faster(runs: Sequence[Ran], others: Sequence[Ran]) -> float:
+def faster(runs: Sequence[PolicyRun], others: Sequence[PolicyRun]) -> float:
     """Median of the paired ratios of decode speed."""
     return median(a.speed / b.speed for a, b in zip(runs, others, strict=True))
 
 
-def valid(runs: Sequence[Ran]) -> str:
+def valid(runs: Sequence[PolicyRun]) -> str:
     """Valid plans."""
     return f"{sum(r.valid for r in runs)}/{len(runs)}"
 
@@ -195,10 +195,10 @@ def table(*rows: Sequence[object]) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in texts[1:])
 
 
-def budgets(bench: Bench) -> Iterator[str]:
+def budgets(bench: StudyPackages) -> Iterator[str]:
     """Decode speed with a budget that never fires, and with one that does."""
     session = bench.session()
-    free, idle, cut = list[Ran](), list[Ran](), list[Ran]()
+    free, idle, cut = list[PolicyRun](), list[PolicyRun](), list[PolicyRun]()
     for task in bench.tasks:
         free.append(ask(session, task))
         idle.append(ask(session, task, budget=BudgetConfig(tokens=300, reply=212)))
@@ -220,10 +220,10 @@ def budgets(bench: Bench) -> Iterator[str]:
     )  # fmt: skip
 
 
-def relaxing(bench: Bench) -> Iterator[str]:
+def relaxing(bench: StudyPackages) -> Iterator[str]:
     """Accept length and speed of thinking, and the plans that come of it."""
     session, rules = bench.session(), (None, RelaxedConfig(), RelaxedConfig(rule="delta"))
-    runs: list[list[Ran]] = [[] for _ in rules]
+    runs: list[list[PolicyRun]] = [[] for _ in rules]
     for task in bench.tasks:
         for rule, done in zip(rules, runs, strict=True):
             done.append(ask(session, task, relaxed=rule))
@@ -236,31 +236,33 @@ def relaxing(bench: Bench) -> Iterator[str]:
     yield from table(head, *rows)
 
 
-def _pace(runs: Sequence[Ran]) -> float:
+def _pace(runs: Sequence[PolicyRun]) -> float:
     """Tokens a second of thinking."""
     return part(runs, "thinking").committed / sum(r.thinking_s for r in runs)
 
 
-def _texts(session: Session, bench: Bench) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
+def _texts(
+    session: Session, bench: StudyPackages
+) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
     assert session.tokenizer is not None
     rng = Random(5)
     noise = tuple(rng.randrange(session.manifest.vocab_limit) for _ in range(120))
     again = tuple(session.tokenizer.encode("the cup is on the table. " * 12))
     yield "random tokens", noise, DflashDrafter()
     yield "verbatim repetition", again, DflashDrafter()
-    yield "noise for drafts", prompt_of(session, bench.tasks[0]), Broken()
+    yield "noise for drafts", prompt_of(session, bench.tasks[0]), NoiseDrafter()
     for task in bench.tasks[:3]:
         yield f"ordinary, {task.family}", prompt_of(session, task), DflashDrafter()
 
 
-def gates(bench: Bench) -> Iterator[str]:
+def gates(bench: StudyPackages) -> Iterator[str]:
     """Degenerate and ordinary texts: plain, drafted and gated in turns."""
     session, costs = bench.session(), StepCosts()
     rows: list[Sequence[object]] = []
     for name, prompt, proposer in _texts(session, bench):
         stop = session.manifest.stop_tokens if name.startswith("ordinary") else ()
         request = Request(prompt=prompt, max_tokens=GATED, stop=frozenset(stop))
-        plain, drafted, gated = list[Ran](), list[Ran](), list[Ran]()
+        plain, drafted, gated = list[PolicyRun](), list[PolicyRun](), list[PolicyRun]()
         for _ in range(ROUNDS):
             plain.append(run(session, prompt, session.run(request, NoDrafter())))
             drafted.append(run(session, prompt, session.run(request, proposer)))
@@ -276,7 +278,7 @@ def gates(bench: Bench) -> Iterator[str]:
     yield from table(head, *rows)
 
 
-def options(bench: Bench) -> Iterator[str]:
+def options(bench: StudyPackages) -> Iterator[str]:
     """Accept length as a function of each drafter option."""
     session = bench.session()
     window = min(layer.window for layer in session.manifest.drafter.layers if layer.window) \
@@ -294,9 +296,9 @@ def options(bench: Bench) -> Iterator[str]:
     yield from table(("drafter sees", "accept length"), *rows)
 
 
-def rollbacks(bench: Bench) -> Iterator[str]:
+def rollbacks(bench: StudyPackages) -> Iterator[str]:
     """Records, states, and the classic snapshot and replay."""
-    kept: dict[str, list[Ran]] = {"records": [], "states": []}
+    kept: dict[str, list[PolicyRun]] = {"records": [], "states": []}
     for task in bench.tasks:
         for saves in ("records", "states"):
             kept[saves].append(ask(bench.session(saves), task))
@@ -313,7 +315,7 @@ def rollbacks(bench: Bench) -> Iterator[str]:
     yield from table(("rollback", "recurrent state, MB", "ms a cycle", "verifies a cycle"), *rows)
 
 
-def _replay(session: Session, task: Task, run: Ran) -> tuple[float, float]:
+def _replay(session: Session, task: Task, run: PolicyRun) -> tuple[float, float]:
     """Time of a cycle without its draft, ms, and bytes copied; the drafts are half right."""
     truth = run.tokens
 
@@ -332,10 +334,10 @@ def _replay(session: Session, task: Task, run: Ran) -> tuple[float, float]:
     return 1e3 * spent / cycles, replay.copied / cycles
 
 
-def widths(bench: Bench) -> Iterator[str]:
+def widths(bench: StudyPackages) -> Iterator[str]:
     """The same tokens in blocks of 4, 8 and 16 rows."""
     every = (*WIDTHS, 0)
-    runs: dict[int, list[Ran]] = {width: [] for width in every}
+    runs: dict[int, list[PolicyRun]] = {width: [] for width in every}
     for task in bench.tasks:
         for width in every:
             runs[width].append(ask(bench.session(block=width), task))
@@ -348,7 +350,7 @@ def widths(bench: Bench) -> Iterator[str]:
     yield from table(("rows", "accept length", "ms a cycle", "tok/s", "against 16"), *rows)
 
 
-SECTIONS: dict[str, Callable[[Bench], Iterator[str]]] = {
+SECTIONS: dict[str, Callable[[StudyPackages], Iterator[str]]] = {
     "budget": budgets,
     "relaxed": relaxing,
     "gate": gates,
@@ -365,7 +367,7 @@ def _section(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables asked for, all of them by default."""
+    """Print the chosen tables, all of them by default."""
     parser = argparse.ArgumentParser(description="what the decoding policies cost and gain")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
@@ -373,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", type=_section, metavar="|".join(SECTIONS))
     args = parser.parse_args(argv)
     with TemporaryDirectory() as held:
-        bench = Bench(Path(held), args.target, args.drafter, args.tasks)
+        bench = StudyPackages(Path(held), args.target, args.drafter, args.tasks)
         with closing(bench):
             for name in args.sections or SECTIONS:
                 print(f"\n## {name}\n")

@@ -31,7 +31,7 @@ def run(main: Callable[[], None]) -> int:
 
 
 def count(text: str) -> int:
-    """An option that says how many."""
+    """An option that is a count."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1 (got {text})")
     return int(text)

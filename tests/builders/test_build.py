@@ -28,8 +28,8 @@ from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.output.atomic_package import Staging
-from thor_dflash.builders.tensorrt.package import Maker
+from thor_dflash.builders.output.atomic_package import AtomicPackage
+from thor_dflash.builders.tensorrt.package import EngineBuilder
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, ThorError
 from thor_dflash.core.progress import Silent
@@ -182,8 +182,8 @@ def test_a_block_must_leave_room_for_a_prompt(pair: tuple[Path, Path], tmp_path:
     """The message names the block, which is configured, not the capacity, which is not."""
     longest = read_target(pair[0]).dims.max_position
     for block in (longest, 2**62):
-        said = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {block}\)"
-        with pytest.raises(ConfigError, match=said):
+        message = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {block}\)"
+        with pytest.raises(ConfigError, match=message):
             build(pair[0], None, tmp_path / "p", BuildConfig(block=block), Silent())
 
 
@@ -270,8 +270,10 @@ def test_a_build_beside_the_weights_is_resumed(
 ) -> None:
     """As with `--target . --out planner`: the package and a log are no files of the checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
+        patch.setattr(
+            "thor_dflash.builders.output.atomic_package.AtomicPackage.finish", lambda *_: 1 / 0
+        )
+        patch.setattr("thor_dflash.builders.output.atomic_package.AtomicPackage._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, pair[0] / "p", BuildConfig(), Silent())
     (pair[0] / "build.log").write_text("killed")
@@ -287,8 +289,10 @@ def test_a_build_for_other_kernels_versions_or_devices_is_not_resumed(
     plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
     plan = replace(plan, config=BuildConfig(engine="cuda"))
 
-    def by(version: str, name: str, device: Device) -> Maker:
-        return cast("Maker", SimpleNamespace(version=version, device=SimpleNamespace(**locals())))
+    def by(version: str, name: str, device: Device) -> EngineBuilder:
+        return cast(
+            "EngineBuilder", SimpleNamespace(version=version, device=SimpleNamespace(**locals()))
+        )
 
     makers = (None, by("10.13", "a", THOR), by("10.16", "a", THOR), by("10.13", "b", THOR),
               by("10.13", "a", H100))  # fmt: skip
@@ -304,8 +308,10 @@ def test_a_killed_build_of_other_options_is_not_mixed_in(
     """The first, with an FP8 cache, is killed when its files are written, before it finishes."""
     build(*pair, tmp_path / "clean", BuildConfig(), Silent())
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
+        patch.setattr(
+            "thor_dflash.builders.output.atomic_package.AtomicPackage.finish", lambda *_: 1 / 0
+        )
+        patch.setattr("thor_dflash.builders.output.atomic_package.AtomicPackage._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, tmp_path / "p", BuildConfig(kv="fp8"), Silent())
     assert (tmp_path / ".p.partial" / "verify.onnx").is_file()
@@ -321,8 +327,10 @@ def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
     config = BuildConfig(draft_ids=str(ids))
     ids.write_text(json.dumps([*range(40, 56)]))
     with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging.finish", lambda *_: 1 / 0)
-        patch.setattr("thor_dflash.builders.output.atomic_package.Staging._discard", _killed)
+        patch.setattr(
+            "thor_dflash.builders.output.atomic_package.AtomicPackage.finish", lambda *_: 1 / 0
+        )
+        patch.setattr("thor_dflash.builders.output.atomic_package.AtomicPackage._discard", _killed)
         with pytest.raises(ZeroDivisionError):
             build(*pair, tmp_path / "p", config, Silent())
     ids.write_text(json.dumps([*range(1, 17)]))
@@ -331,7 +339,7 @@ def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
     assert digests(tmp_path / "p") == digests(tmp_path / "clean")
 
 
-def _killed(stage: Staging) -> None:
+def _killed(stage: AtomicPackage) -> None:
     """Leaves what a killed process leaves: all files, but not the lock."""
     os.close(stage._lock)
     stage._lock = -1

@@ -13,7 +13,7 @@ from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
-from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
+from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, SyntheticCheckpoint
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ThorError
 
@@ -48,10 +48,12 @@ def changed(dims: Any, **change: Any) -> Any:
 
 def refusal(directory: Path, config: BuildConfig, target: Any = TARGET, drafter: Any = None) -> str:
     """Why there is no such build; "" if there is one."""
-    made = Hollow(directory, target, target_layout(target), kind=WeightKind.FP8)
+    made = SyntheticCheckpoint(directory, target, target_layout(target), kind=WeightKind.FP8)
     other = None
     if drafter:
-        other = Hollow(directory, drafter, drafter_layout(drafter), kind=WeightKind.FP8)
+        other = SyntheticCheckpoint(
+            directory, drafter, drafter_layout(drafter), kind=WeightKind.FP8
+        )
     try:
         make_plan(made, other, config)
     except ThorError as error:
@@ -83,8 +85,8 @@ NARROW = changed(TARGET, attention__rotary_dim=8)
 def test_rows_that_do_not_begin_alike_are_refused_for_ort(
     change: dict[str, int], key: str, width: int, tmp_path: Path
 ) -> None:
-    said = refusal(tmp_path, BuildConfig(), changed(NARROW, **change))
-    assert said == f"{key} must be a multiple of 4 for engine ort (got {width})"
+    message = refusal(tmp_path, BuildConfig(), changed(NARROW, **change))
+    assert message == f"{key} must be a multiple of 4 for engine ort (got {width})"
 
 
 @pytest.mark.parametrize(
@@ -131,8 +133,8 @@ ON_GPU = pytest.mark.parametrize("engine", ["cuda", "tensorrt"])
 def test_targets_that_no_kernel_takes_are_refused(
     change: dict[str, int], why: str, engine: Engine, tmp_path: Path
 ) -> None:
-    said = refusal(tmp_path, BuildConfig(engine=engine), changed(TARGET, **change))
-    assert why.format(engine) in said
+    message = refusal(tmp_path, BuildConfig(engine=engine), changed(TARGET, **change))
+    assert why.format(engine) in message
 
 
 @ON_GPU
@@ -200,8 +202,8 @@ def test_steps_with_too_many_rows_are_refused(
     tmp_path: Path,
 ) -> None:
     config = BuildConfig(engine=engine, block=block, chunk=chunk, chunks=(chunk,), kv=kv)
-    said = refusal(tmp_path, config, changed(TARGET, **change))
-    assert why in said if why else not said
+    message = refusal(tmp_path, config, changed(TARGET, **change))
+    assert why in message if why else not message
 
 
 @pytest.mark.parametrize(
@@ -214,5 +216,5 @@ def test_an_odd_draft_vocabulary_is_refused_where_our_kernels_run(
     path.write_text(json.dumps(list(range(count))))
     config = BuildConfig(engine=engine, draft_ids=str(path))
     rule = f"build.draft_ids must hold an even number of ids for engine {engine} (got {count})"
-    said = refusal(tmp_path, config, TARGET, DRAFTER)
-    assert said == (rule if engine != "ort" and count % 2 else "")
+    message = refusal(tmp_path, config, TARGET, DRAFTER)
+    assert message == (rule if engine != "ort" and count % 2 else "")

@@ -15,7 +15,7 @@ from thor_dflash.core.progress import Silent
 
 
 @pytest.mark.parametrize(
-    ("told", "longest", "said"),
+    ("given", "longest", "message"),
     [
         *(({tier: 10**22}, 2048, f"{tier} must be <= 1792, the model's") for tier in TIERS),
         ({"low": 1793}, 2048, "low must be <= 1792, the model's 2048 positions less the reply of"),
@@ -28,24 +28,24 @@ from thor_dflash.core.progress import Silent
     ],
 )
 def test_a_number_that_no_answer_can_have_is_refused(
-    told: dict[str, int], longest: int, said: str
+    given: dict[str, int], longest: int, message: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=rf"build\.card\.{said}.* \(got {next(iter(told.values()))}"
+        ConfigError, match=rf"build\.card\.{message}.* \(got {next(iter(given.values()))}"
     ):
-        make_card(CardConfig(**told), longest)  # type: ignore[arg-type]
+        make_card(CardConfig(**given), longest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("longest", [1, 7, 8, 9, 2048, 262144])
 def test_the_rule_and_the_largest_numbers_are_taken(longest: int) -> None:
     by_rule = make_card(CardConfig(), longest)
     assert max(by_rule.max_tokens, by_rule.complex) <= longest
-    told = CardConfig(max_tokens=longest, complex=longest)
-    assert make_card(told, longest).max == max(1, longest - make_card(told, longest).reply)
+    given = CardConfig(max_tokens=longest, complex=longest)
+    assert make_card(given, longest).max == max(1, longest - make_card(given, longest).reply)
 
 
-def tiers(told: CardConfig, longest: int) -> tuple[int, ...]:
-    card = make_card(told, longest)
+def tiers(given: CardConfig, longest: int) -> tuple[int, ...]:
+    card = make_card(given, longest)
     return tuple(getattr(card, name) for name in TIERS)
 
 
@@ -61,10 +61,10 @@ def test_tiers_by_rule_are_shares_of_the_longest_answers_and_none_is_below_the_o
 def test_the_card_says_which_numbers_were_given() -> None:
     assert make_card(CardConfig(), 2048).source == RULE
     some = make_card(CardConfig(low=3, reply=20), 2048)
-    assert some.source == f"told at build: reply, low; the rest {RULE}"
+    assert some.source == f"set at build: reply, low; the rest {RULE}"
     every = make_card(CardConfig(**dict.fromkeys((*LENGTHS, *TIERS), 9) | {"reply": 8}), 99)  # type: ignore[arg-type]
     assert (
-        every.source == "told at build: max_tokens, complex, reply, low, medium, high, x_high, max"
+        every.source == "set at build: max_tokens, complex, reply, low, medium, high, x_high, max"
     )
     assert make_card(CardConfig(low=3, source="its makers"), 2048).source == "its makers"
 
@@ -72,7 +72,7 @@ def test_the_card_says_which_numbers_were_given() -> None:
 def test_a_card_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "Staging", lambda *a: pytest.fail("begun"))
+    monkeypatch.setattr(builder, "AtomicPackage", lambda *a: pytest.fail("begun"))
     write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
     config = BuildConfig(chunk=32, capacity=512, card=CardConfig(low=10**22))
     with pytest.raises(ConfigError, match="build.card.low must be"):

@@ -31,8 +31,8 @@ def test_the_remedy_for_a_damaged_manifest_is_one_that_build_takes(
 
 def test_nobody_is_told_to_remove_a_directory_that_was_never_a_package(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    said = r"must hold a manifest.toml, .*; name one that `thor-dflash build` made$"
-    with pytest.raises(PackageError, match=said):
+    message = r"must hold a manifest.toml, .*; name one that `thor-dflash build` made$"
+    with pytest.raises(PackageError, match=message):
         read(tmp_path)
 
 

@@ -12,7 +12,7 @@ from support.checkpoints import TargetGeometry, write_target
 
 from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.output.atomic_package import Staging
+from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.builders.resume_key import _code, build_key
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
@@ -50,8 +50,10 @@ def test_the_bar_of_a_resumed_build_counts_the_weights_that_were_there(
 ) -> None:
     target = write_target(tmp_path / "t", TargetGeometry(), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "finish", lambda *_: 1 / 0)
-        patch.setattr(Staging, "_discard", lambda stage: os.close(stage._lock))  # as if killed
+        patch.setattr(AtomicPackage, "finish", lambda *_: 1 / 0)
+        patch.setattr(
+            AtomicPackage, "_discard", lambda stage: os.close(stage._lock)
+        )  # as if killed
         with pytest.raises(ZeroDivisionError):
             build(target, None, tmp_path / "p", BuildConfig(), Silent())
     bars = Bars()

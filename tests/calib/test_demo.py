@@ -26,7 +26,7 @@ class Session:
 
     tokenizer = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
 
-    def generate(self, *asked: object) -> Any:
+    def generate(self, *arguments: object) -> Any:
         return iter([SimpleNamespace(tokens=(1,))])
 
     run = generate
@@ -38,16 +38,16 @@ class Session:
 def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_introduce", "_stream", "_plan", "_numbers", "judge"):
         monkeypatch.setattr(demo, name, lambda *a: SimpleNamespace(text=str))
-    said = io.StringIO()
+    written = io.StringIO()
     show: Any = demo._show
     show(
         Console(file=io.StringIO()),
         Session(),
         MANIFEST,
         demo.read_task(),
-        Lines(said, lambda: 0.0),
+        Lines(written, lambda: 0.0),
     )
-    assert said.getvalue() == "timing it against its own plain decoding 6 runs\n"
+    assert written.getvalue() == "timing it against its own plain decoding 6 runs\n"
 
 
 def test_a_closed_pipe_on_stdout_is_left_to_the_command_line(
@@ -120,12 +120,12 @@ def test_every_count_above_0_is_visible_in_a_histogram() -> None:
 
 
 def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:
-    def run(*ms: float) -> demo.Run:
+    def run(*ms: float) -> demo.DemoRun:
         spec = SimpleNamespace(cycles=3, accept_hist=(1, 2), accept_len=1.67)
         reports: Any = tuple(
             SimpleNamespace(spec=spec, timings=SimpleNamespace(e2e_ms=x, tok_s=x)) for x in ms
         )
-        return demo.Run((1, 2), reports)
+        return demo.DemoRun((1, 2), reports)
 
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as shown:
@@ -139,7 +139,7 @@ def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:
 def test_the_figures_name_the_width_of_the_block() -> None:
     spec = SimpleNamespace(accept_hist=(0, 1, 0, 3), accept_len=3.5, cycles=4)
     report: Any = SimpleNamespace(spec=spec, timings=SimpleNamespace(e2e_ms=1.0, tok_s=1.0))
-    ran = demo.Run((1, 2), (report,))
+    ran = demo.DemoRun((1, 2), (report,))
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as shown:
         console.print(demo._numbers(ran, ran, 3))

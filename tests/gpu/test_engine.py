@@ -276,11 +276,11 @@ def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Pa
 
 
 def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
-    from thor_dflash.builders.synthetic import write_hollow
+    from thor_dflash.builders.synthetic import write_synthetic
     from thor_dflash.runtime.decoding.model_runner import ModelRunner
     from thor_dflash.runtime.measure.random_weights import RandomWeights
 
-    made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
+    made = write_synthetic("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
     config = EngineConfig()
     fill = RandomWeights(tmp_path, config.cubins_directory)
     with (

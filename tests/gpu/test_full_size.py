@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thor_dflash.builders.synthetic import write_hollow
+from thor_dflash.builders.synthetic import write_synthetic
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
@@ -33,7 +33,7 @@ OTHER = [int(t) for t in RNG.integers(1, 200_000, ROWS)]
 @contextmanager
 def opened(folder: Path, config: EngineConfig) -> Iterator[ModelRunner]:
     built = BuildConfig(engine="cuda", chunk=CHUNK, chunks=(CHUNK,))
-    made = write_hollow("qwen3.6-27b", folder, built)
+    made = write_synthetic("qwen3.6-27b", folder, built)
     fill = RandomWeights(folder, config.cubins_directory)
     engine = CudaEngine(folder, config, Silent(), fill)
     try:

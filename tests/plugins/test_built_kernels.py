@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.kernel_usage import usage_of
 
-from thor_dflash.builders.synthetic import write_hollow
+from thor_dflash.builders.synthetic import write_synthetic
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, read
@@ -25,7 +25,7 @@ CACHE_ROWS = 32768
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of the 27B without weights."""
     out = tmp_path_factory.mktemp("hollow")
-    write_hollow("qwen3.6-27b", out, BuildConfig(engine="cuda"), (32,))
+    write_synthetic("qwen3.6-27b", out, BuildConfig(engine="cuda"), (32,))
     return out
 
 

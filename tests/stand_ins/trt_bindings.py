@@ -1,7 +1,7 @@
 """Our plugins on TensorRT's own Python bindings, as far as these work without the library.
 
 A process can load one version of the bindings, so each version is tested in a process of its own.
-Output shapes are not asked for here: their IDimensionExpr exist only in a network of the real
+Output shapes are not computed here: their IDimensionExpr exist only in a network of the real
 library. The stand-in (stand_in_trt.py) is used for them.
 """
 
@@ -74,8 +74,8 @@ def lean_libraries(version: str, directory: Path) -> list[Path]:
 
 
 # ---- in a process of its own -------------------------------------------------------------------
-class Asked:
-    """Makes the plugin of every case of every operator with the bindings and checks its answers."""
+class BindingChecks:
+    """Makes the plugin of every case of every operator with the bindings and checks the results."""
 
     def __init__(self, trt: Any, plugin: Any) -> None:
         self.trt, self.module = trt, plugin
@@ -127,10 +127,10 @@ class Asked:
         assert [f.name for f in creator.field_names] == list(KEYS)
         halves = [np.array([half], np.int32) for half in node.key]
         kind = trt.PluginFieldType.INT32
-        told = trt.PluginFieldCollection(
+        fields = trt.PluginFieldCollection(
             [trt.PluginField(n, h, kind) for n, h in zip(KEYS, halves, strict=True)]
         )
-        first = creator.create_plugin("layer", told, trt.TensorRTPhase.BUILD)
+        first = creator.create_plugin("layer", fields, trt.TensorRTPhase.BUILD)
         kept = first.clone().get_fields_to_serialize()
         again = creator.create_plugin("layer", kept, trt.TensorRTPhase.RUNTIME)
         assert again.node == node
@@ -201,4 +201,4 @@ def main(site: str, *paths: str) -> None:
 
     assert issubclass(host.Messages, trt.ILogger)
     assert set(plugin.TYPES.values()) >= {DType.F32, DType.BF16, DType.FP8, DType.I32}
-    print(json.dumps(Asked(trt, plugin).all()))
+    print(json.dumps(BindingChecks(trt, plugin).all()))

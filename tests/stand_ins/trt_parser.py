@@ -88,7 +88,7 @@ class INetworkDefinition:
     beginnings: dict[str, bytes] = field(default_factory=dict)
     """The first BEGINNING bytes of each."""
     declared: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
-    """Shapes as the graph declares them, with letters."""
+    """Shapes as the graph declares them, with symbols."""
 
     @property
     def num_inputs(self) -> int:
@@ -193,8 +193,8 @@ class OnnxParser:
         if creator is None:
             self._errors.append(f"Plugin not found: {node.op_type} {version} {space}")
             return None
-        asked = [f.name for f in creator.field_names]
-        fields = PluginFieldCollection(_field(given[n]) for n in asked if n in given)
+        names = [f.name for f in creator.field_names]
+        fields = PluginFieldCollection(_field(given[n]) for n in names if n in given)
         plugin = creator.create_plugin(node.name, fields, TensorRTPhase.BUILD)
         types = plugin.get_output_data_types([t.dtype for t in inputs])
         exprs = [DimsExprs(map(IDimensionExpr, t.shape)) for t in inputs]

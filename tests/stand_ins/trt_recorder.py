@@ -103,7 +103,7 @@ class IBuilderConfig:
 
 @dataclass
 class Built:
-    """What a builder was asked for."""
+    """The calls of a builder."""
 
     network: INetworkDefinition
     config: IBuilderConfig
@@ -168,16 +168,16 @@ def _report(monitor: Any) -> bool:
 
 
 def _workspace(layer: ILayer, network: INetworkDefinition, profile: IOptimizationProfile) -> int:
-    """Returns a plugin's workspace, bytes, asked for as TensorRT does: after the formats."""
+    """Returns a plugin's workspace, bytes, requested as TensorRT does: after the formats."""
     sizes: dict[str, tuple[int, int, int]] = {}
     for name, three in profile.shapes.items():
-        for letter, *each in zip(network.declared[name], *three, strict=True):
-            if isinstance(letter, str):
-                assert sizes.setdefault(letter, tuple(each)) == tuple(each), letter
+        for symbol, *each in zip(network.declared[name], *three, strict=True):
+            if isinstance(symbol, str):
+                assert sizes.setdefault(symbol, tuple(each)) == tuple(each), symbol
     descs = [_desc(t, network.declared[t.name], sizes) for t in (*layer.inputs, *layer.outputs)]
     for pos in range(len(descs)):
-        told = [_formats(d, known=at <= pos) for at, d in enumerate(descs)]
-        fits = layer.plugin.supports_format_combination(pos, told, layer.num_inputs)
+        formats = [_formats(d, known=at <= pos) for at, d in enumerate(descs)]
+        fits = layer.plugin.supports_format_combination(pos, formats, layer.num_inputs)
         assert fits, (layer.name, pos, descs[pos])
     ins, outs = descs[: layer.num_inputs], descs[layer.num_inputs :]
     layer.plugin.configure_plugin(ins, outs)
@@ -195,7 +195,7 @@ def _time(
 
 
 def _formats(described: DynamicPluginTensorDesc, *, known: bool) -> DynamicPluginTensorDesc:
-    """Returns what is told of a tensor while formats are chosen: only those of it and of the
+    """Returns what is known of a tensor while formats are chosen: only those of it and of the
     tensors before it, and no bounds of its sizes, which differ between profiles.
     """
     kind = described.desc.type if known else None

@@ -3,7 +3,7 @@
 Written from the published forward pass alone, one block at a time and without a cache: the keys and
 values of all context rows are computed again for each block. Imports nothing of thor_dflash.
 
-Letters: P context rows, R block rows, H hidden size, V vocabulary.
+Dimensions: P context rows, R block rows, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rules(config: Mapping[str, Any]) -> Rules:
     flash = config["dflash_config"]
     sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
     # Unless the config says, sliding layers are causal inside the block and full ones are not.
-    said = config.get("is_causal", flash.get("causal"))
+    flag = config.get("is_causal", flash.get("causal"))
     rope = config.get("rope_parameters", config)
     return Rules(
         block=config.get("block_size", flash.get("block_size")),
@@ -55,7 +55,7 @@ def rules(config: Mapping[str, Any]) -> Rules:
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        causal=tuple(s if said is None else said for s in sliding),
+        causal=tuple(s if flag is None else flag for s in sliding),
         windows=tuple(config["sliding_window"] if s else None for s in sliding),
         theta=rope["rope_theta"],
         eps=config["rms_norm_eps"],

@@ -1,5 +1,5 @@
 """Builds packages with the recorder (trt_recorder.py) in TensorRT's place; returns what the builder
-asked it for.
+recorded.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def recording() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A package, and what the recorder was asked for each of its engines, by engine name."""
+    """A package, and what was recorded for each of its engines, by engine name."""
 
     out: Path
     engines: dict[str, recorder.Built]
 
-    def card(self, graph: str) -> EngineDescription:
+    def description(self, graph: str) -> EngineDescription:
         """Returns the description of a graph's engine that the package holds."""
         return sidecar.read(self.out, graph)
 
 
 def maker(config: TensorRTConfig, progress: Progress) -> Any:
     """Returns the maker of engines as on a Thor, whose device is not looked for."""
-    from thor_dflash.builders.tensorrt.engine import Maker
+    from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
 
-    return Maker(config, DEVICE, progress)
+    return TensorRTBuilder(config, DEVICE, progress)
 
 
 def options(tmp: Path, **more: Any) -> BuildConfig:
@@ -93,7 +93,7 @@ def record(
     recorder.FAULTS.clear()
     recorder.FAULTS.add(fault)
     with recording(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builds, "maker", maker)
+        patch.setattr(builds, "engine_builder", maker)
         build(target, drafter, out, config, progress or Silent())
     return Recorded(out, {one.network.name: one for one in recorder.BUILT})
 

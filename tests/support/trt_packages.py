@@ -26,10 +26,10 @@ def planned(out: Path, here: RuntimeFacts) -> Path:
         program = programs.read(out, path.name.removesuffix(programs.ENDING))
         engine = out / f"{program.name}.plan"
         path.rename(engine)
-        card = out / f"{program.name}{sidecar.ENDING}"
-        card.write_text(sidecar.render(describe(program, engine, here)))
+        description = out / f"{program.name}{sidecar.ENDING}"
+        description.write_text(sidecar.render(describe(program, engine, here)))
         del files[path.name]
-        files |= {p.name: hash_file(p) for p in (engine, card)}
+        files |= {p.name: hash_file(p) for p in (engine, description)}
     write(out, replace(found, engine="tensorrt", files=files))
     return out
 

@@ -22,8 +22,8 @@ from support.trt_builds import maker, recording
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.target import target_layout
-from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, Hollow
-from thor_dflash.builders.tensorrt.package import engines, write_engines
+from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, SyntheticCheckpoint
+from thor_dflash.builders.tensorrt.package import plan_engines, write_engines
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
@@ -31,7 +31,7 @@ from thor_dflash.package.manifest import FileEntry, hash_file
 
 
 class Folder:
-    """Writes files straight into a directory, in place of a Staging."""
+    """Writes files straight into a directory, in place of an AtomicPackage."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -45,11 +45,11 @@ def main(directory: Path, prefill: str) -> None:
     section = TensorRTConfig(timings=str(directory / "t"), prefill_linears=prefill)  # type: ignore[arg-type]
     config = BuildConfig(engine="tensorrt", tensorrt=section, capacity=32768)
     plan = make_plan(
-        Hollow(directory, QWEN36_27B, target_layout(QWEN36_27B)),
-        Hollow(directory, QWEN36_27B_DFLASH, drafter_layout(QWEN36_27B_DFLASH)),
+        SyntheticCheckpoint(directory, QWEN36_27B, target_layout(QWEN36_27B)),
+        SyntheticCheckpoint(directory, QWEN36_27B_DFLASH, drafter_layout(QWEN36_27B_DFLASH)),
         config,
     )
-    made = replace(engines(material(plan)), hollow=True)
+    made = replace(plan_engines(material(plan)), synthetic=True)
     parser.BEGINNING = 0  # weights are holes in a sparse file: their first read takes milliseconds
     with recording():
         write_engines(Folder(directory), made, maker(section, Silent()), Silent())

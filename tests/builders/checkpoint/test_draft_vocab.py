@@ -25,8 +25,8 @@ def test_ids_out_of_range_or_not_ascending_are_refused(
     tmp_path: Path, wrong: str, got: str
 ) -> None:
     (tmp_path / "ids.json").write_text(wrong)
-    said = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
+    with pytest.raises(ConfigError, match=message):
         read_draft_ids(tmp_path / "ids.json", 512)
 
 
@@ -39,8 +39,8 @@ def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None
 
 def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
-    said = r"must be a JSON list of ids \(got /dev/zero: more than 1000 bytes\)"
-    with pytest.raises(ConfigError, match=said):
+    message = r"must be a JSON list of ids \(got /dev/zero: more than 1000 bytes\)"
+    with pytest.raises(ConfigError, match=message):
         read_draft_ids(Path("/dev/zero"), 512)
 
 

@@ -273,13 +273,13 @@ def test_a_drafter_that_is_not_understood_is_refused_by_name(
 
 
 def test_two_answers_about_causality_must_agree(tmp_path: Path) -> None:
-    said = write(tmp_path, ("is_causal", False), ("dflash_config.causal", True))
-    refused(said, r"dflash_config\.causal must be as .*is_causal says \(got True\)")
+    directory = write(tmp_path, ("is_causal", False), ("dflash_config.causal", True))
+    refused(directory, r"dflash_config\.causal must be as .*is_causal gives \(got True\)")
 
 
 def test_heads_that_do_not_divide_the_hidden_size_need_a_head_size(tmp_path: Path) -> None:
-    said = write(tmp_path, ("head_dim", ABSENT), ("num_attention_heads", 6))
-    refused(said, r"head_dim must be given where 6 heads do not divide 64")
+    directory = write(tmp_path, ("head_dim", ABSENT), ("num_attention_heads", 6))
+    refused(directory, r"head_dim must be given where 6 heads do not divide 64")
 
 
 def test_a_mask_embedding_file_is_refused(tmp_path: Path) -> None:

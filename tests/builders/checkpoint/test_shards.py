@@ -308,7 +308,7 @@ def test_opening_gigabytes_costs_megabytes(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_header(file, {"a": entry("BF16", (size // 2048, 1024), (0, size))})
     with file.open("r+b") as stream:
-        stream.truncate(file.stat().st_size + size)  # sparse: takes no room on the disk
+        stream.truncate(file.stat().st_size + size)  # sparse: takes no space on the disk
     before = resident()
     tracemalloc.start()
     shards = Shards.open(tmp_path)

@@ -207,8 +207,8 @@ def test_kv_scales_for_another_cache_than_fp8_are_skipped_and_listed(
     write_config(
         tmp_path, {**read_config(tmp_path), "quantization_config": {"kv_cache_scheme": scheme}}
     )
-    said = {"quantization": {"kv_cache_quant_algo": algorithm}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    table = {"quantization": {"kv_cache_quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(table))
     checkpoint = read_target(tmp_path)
     assert checkpoint.kv_scales(3) == ((0.5, 0.5) if used else None)
     assert (set(checkpoint.skipped[:2]) == set(stored)) != used

@@ -71,7 +71,7 @@ CASES: list[tuple[Any, Any, bool, bool]] = [
         False,
         True,
     ),
-    (groups({"input_activations": None}), None, False, False),  # no weights: nothing is said
+    (groups({"input_activations": None}), None, False, False),  # no weights: nothing is declared
     (groups(group("Embedding")), None, False, False),
     ({"config_groups": {"W4A16": ["Linear"]}, "quantized_layers": [1]}, {}, False, False),
 ]
@@ -89,8 +89,8 @@ def test_scales_for_rows_are_not_used_where_only_weights_are_quantised(
 
 
 def test_the_head_is_listed_beside_the_model(tmp_path: Path) -> None:
-    said = {"quantized_layers": {"lm_head": ONLY}}
-    with_tables(tmp_path, "modelopt", said, None)
+    table = {"quantized_layers": {"lm_head": ONLY}}
+    with_tables(tmp_path, "modelopt", table, None)
     checkpoint = read_target(tmp_path)
     assert checkpoint.matrix("lm_head").input_scale is None
     assert checkpoint.matrix(UP).input_scale is not None
@@ -99,8 +99,10 @@ def test_the_head_is_listed_beside_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["re:*", "re:" + "(" * 100_000])
 def test_a_target_that_is_no_regular_expression_is_refused(target: str, tmp_path: Path) -> None:
     with_tables(tmp_path, "compressed-tensors", groups(group(target)), None)
-    said = r"a target of quantization_config.config_groups must be a regular expression after re:"
-    with pytest.raises(CheckpointError, match=said) as caught:
+    message = (
+        r"a target of quantization_config.config_groups must be a regular expression after re:"
+    )
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_target(tmp_path)
     assert len(str(caught.value)) < 300
 

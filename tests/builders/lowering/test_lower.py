@@ -19,12 +19,12 @@ from support.samples import verify
 from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.lowering.lower import Life, lower, place
-from thor_dflash.builders.lowering.op_call import Known, RoomCall
-from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.lower import Lifetime, assign_offsets, lower
+from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
+from thor_dflash.builders.lowering.packed_weights import WeightPacker
 from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.builders.output.weight_files import WeightFiles
-from thor_dflash.builders.synthetic import write_hollow
+from thor_dflash.builders.synthetic import write_synthetic
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
@@ -66,14 +66,14 @@ def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     for graph, program in zip(plan.graphs, plan.programs, strict=True):
         nodes = [n.name for n in graph.proto().graph.node if n.domain == DOMAIN]
-        made = [s.name for s in program.steps if KERNELS[s.op].op.type.startswith("Thor")]
-        assert [name for name in made if name in nodes] == nodes
+        names = [s.name for s in program.steps if KERNELS[s.op].op.type.startswith("Thor")]
+        assert [name for name in names if name in nodes] == nodes
         assert set(program.outputs) <= {n for s in program.steps for n in s.ports.values()}
 
 
 def test_values_are_written_before_they_are_read(package: Path) -> None:
-    outputs = {"rows", "y", "tokens"}  # of the standard rooms, whose contracts have no ports
-    outputs |= {"y0_slabs", "y0_squares"}  # of any room, added to its contract
+    outputs = {"rows", "y", "tokens"}  # of the standard names, whose contracts have no ports
+    outputs |= {"y0_slabs", "y0_squares"}  # of any operator, added to its contract
     for program in programs(package):
         known = {*program.inputs, *program.weights}
         for step in program.steps:
@@ -108,8 +108,8 @@ def test_values_alive_at_once_do_not_overlap(package: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(0, 5)), max_size=14))
 def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
-    lives = [Life(str(i), 256 * n, at, at + more) for i, (n, at, more) in enumerate(made)]
-    offsets, total = place(lives)
+    lives = [Lifetime(str(i), 256 * n, at, at + more) for i, (n, at, more) in enumerate(made)]
+    offsets, total = assign_offsets(lives)
     busiest = max(
         (sum(v.nbytes for v in lives if v.first <= t <= v.last) for t in range(20)), default=0
     )
@@ -122,8 +122,8 @@ def test_any_lives_are_placed_apart(made: list[tuple[int, int, int]]) -> None:
 
 
 def test_a_value_that_just_fits_between_others_is_placed_there() -> None:
-    lives = [Life("a", 768, 0, 1), Life("b", 768, 1, 2), Life("c", 768, 2, 2)]
-    assert place(lives) == ({"a": 0, "b": 768, "c": 0}, 2 * 768)
+    lives = [Lifetime("a", 768, 0, 1), Lifetime("b", 768, 1, 2), Lifetime("c", 768, 2, 2)]
+    assert assign_offsets(lives) == ({"a": 0, "b": 768, "c": 0}, 2 * 768)
 
 
 def test_values_of_any_number_of_rows_are_aligned() -> None:
@@ -196,22 +196,22 @@ def test_what_leaves_memory_idle_and_the_product_after_it_fetch_ahead(package: P
     steps = read(package, "verify").steps
     idle = [i for i, s in enumerate(steps) if s.op in ("gdn", "verify_attention")]
     assert {steps[i].op for i in idle} == {"gdn", "verify_attention"}
-    told = 0
+    prefetches = 0
     for i in idle:
         product, after = [s for s in steps[i:] if "packed" in s.ports][:2]
         assert product.name.endswith(("out_proj", "o_proj"))
         assert after.name.endswith("gate_up")
         assert steps[i].ports["next_packed"] == product.ports["packed"]
         assert product.ports["next_packed"] == after.ports["packed"]
-        told += 2
-    assert sum("next_packed" in s.ports for s in steps) == told
+        prefetches += 2
+    assert sum("next_packed" in s.ports for s in steps) == prefetches
     for name in ("prefill", "prefill.chunk64", "propose"):
         assert not any("next_packed" in s.ports for s in read(package, name).steps)
 
 
 def test_in_a_prefill_of_few_rows_attention_fetches_ahead_and_gdn_does_not(package: Path) -> None:
-    tells = {s.op: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
-    assert (tells["verify_attention"], tells["gdn"]) == (True, False)
+    prefetching = {s.op: "next_packed" in s.ports for s in read(package, "prefill.chunk32").steps}
+    assert (prefetching["verify_attention"], prefetching["gdn"]) == (True, False)
 
 
 def test_outputs_nobody_reads_are_not_made(package: Path) -> None:
@@ -225,18 +225,18 @@ def test_a_node_without_a_kernel_is_refused_by_name() -> None:
     node = helper.make_node("Sin", ["x"], ["y"], name="wave")
     model = helper.make_model(helper.make_graph([node], "odd", [value], [out]))
     with pytest.raises(ConfigError, match=r"every node of the graphs \(got odd: Sin wave"):
-        lower(model, Packing(WeightFiles()))
+        lower(model, WeightPacker(WeightFiles()))
 
 
 def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
     config = BuildConfig(engine="cuda", block=40, chunk=128, capacity=512)
-    said = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
-    with pytest.raises(ConfigError, match=said):
+    message = r"sizes of step verify \(got .* at most 32 rows \(got 40\)\); build.block and"
+    with pytest.raises(ConfigError, match=message):
         make_plan(read_target(NANO / "target"), None, config)
 
 
 @pytest.mark.parametrize(
-    ("room", "ports", "said"),
+    ("op", "ports", "message"),
     [
         ("embed", {"table": (DType.F16, 64), "rows": (DType.BF16, 64)}, "must be bfloat16 .got"),
         ("embed", {"table": (DType.BF16, 60), "rows": (DType.BF16, 60)}, "multiple of 8 .got 60"),
@@ -244,11 +244,11 @@ def test_rows_without_a_kernel_are_refused_by_the_key_that_sets_them() -> None:
     ],
 )
 def test_standard_nodes_that_no_kernel_takes_are_refused(
-    room: str, ports: dict[str, tuple[DType, int]], said: str
+    op: str, ports: dict[str, tuple[DType, int]], message: str
 ) -> None:
-    rule = KERNELS[room]
+    rule = KERNELS[op]
     shaped = {port: Shaped(dtype, (16, width)) for port, (dtype, width) in ports.items()}
-    assert re.search(said, rule.refuse(CallSite(rule.op, Attributes({}), shaped)))
+    assert re.search(message, rule.refuse(CallSite(rule.op, Attributes({}), shaped)))
 
 
 def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("constant", "value", "said"),
+    ("constant", "value", "message"),
     [
         ("masks", np.arange(15, dtype=np.int32), "the masks must be one token"),
         ("drafts.start", np.array([0]), "not the composing of a block"),
@@ -268,15 +268,17 @@ def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> Non
         ("wanted.end", np.array([16]), "not the composing of a block"),
     ],
 )
-def test_a_block_composed_in_another_way_is_refused(constant: str, value: Array, said: str) -> None:
+def test_a_block_composed_in_another_way_is_refused(
+    constant: str, value: Array, message: str
+) -> None:
     config = BuildConfig(engine="cuda", chunk=128, capacity=512)
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     model = next(g for g in plan.graphs if g.name == "propose").proto()
-    lower(model, Packing(plan.sources[0].files))
+    lower(model, WeightPacker(plan.sources[0].files))
     held = next(t for t in model.graph.initializer if t.name == constant)
     held.CopyFrom(numpy_helper.from_array(value, constant))
-    with pytest.raises(ConfigError, match=said):
-        lower(model, Packing(plan.sources[0].files))
+    with pytest.raises(ConfigError, match=message):
+        lower(model, WeightPacker(plan.sources[0].files))
 
 
 @pytest.mark.parametrize("engine", ["cuda", "tensorrt"])
@@ -285,8 +287,8 @@ def test_float32_is_refused_by_its_key(tmp_path: Path, engine: str, key: str) ->
     write_target(tmp_path / "t", GEOMETRIES["27b"], 1, "bf16")
     write_drafter(tmp_path / "d", GEOMETRIES["27b"], DrafterGeometry(), 2)
     config = BuildConfig(**{"engine": engine, key: "f32"})  # type: ignore[arg-type]
-    said = rf"build.{key} must be auto or bf16( or fp8)? for engine {engine} \(got f32\)"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"build.{key} must be auto or bf16( or fp8)? for engine {engine} \(got f32\)"
+    with pytest.raises(ConfigError, match=message):
         make_plan(read_target(tmp_path / "t"), read_drafter(tmp_path / "d"), config)
 
 
@@ -301,7 +303,7 @@ def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
 
 
 def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
-    made = write_hollow("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
+    made = write_synthetic("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
     assert manifest.read(tmp_path) == made
     manifest.check_files(tmp_path, made)
     verify = read(tmp_path, "verify")
@@ -320,7 +322,7 @@ def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_pat
     config = BuildConfig(engine="cuda", chunk=2048, chunks=(2048,))
     for name in ("whole", "apart"):
         (tmp_path / name).mkdir()
-        write_hollow("qwen3.6-27b", tmp_path / name, config, fused=name == "whole")
+        write_synthetic("qwen3.6-27b", tmp_path / name, config, fused=name == "whole")
     for name in ("verify", "prefill", "propose", "observe"):
         whole, apart = read(tmp_path / "whole", name), read(tmp_path / "apart", name)
         assert weights(apart) == weights(whole)
@@ -345,15 +347,15 @@ def test_a_linear_taken_apart_computes_the_same() -> None:
         a = LINEAR.complete(case.attributes)
         if "norm_weight" not in case.inputs and "residual" not in case.inputs:
             continue
-        known = {n: Known(DType.of(x), x.shape) for n, x in case.inputs.items()}
-        call = RoomCall(case.name, "linear", dict(a.values), {n: n for n in case.inputs},
+        known = {n: ValueType(DType.of(x), x.shape) for n, x in case.inputs.items()}
+        call = OperatorCall(case.name, "linear", dict(a.values), {n: n for n in case.inputs},
                         {p.name: p.name for p in LINEAR.outputs_of(a)})  # fmt: skip
         want = LINEAR.reference(case.inputs, a)
-        known |= {n: Known(DType.of(x), x.shape) for n, x in want.items()}
+        known |= {n: ValueType(DType.of(x), x.shape) for n, x in want.items()}
         values = dict(case.inputs)
         for step in unfused([call], known):
-            op, a = KERNELS[step.room].op, step.attributes
-            if step.room == "linear":  # nothing but the product
+            op, a = KERNELS[step.op].op, step.attributes
+            if step.op == "linear":  # nothing but the product
                 assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
                 assert "norm_weight" not in step.inputs, case.name
             given = {port: values[name] for port, name in step.inputs.items()}

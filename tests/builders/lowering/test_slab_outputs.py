@@ -7,33 +7,33 @@ from dataclasses import replace
 from onnx import helper
 
 from thor_dflash.builders.lowering.lower import _Lowering
-from thor_dflash.builders.lowering.op_call import Known, RoomCall
-from thor_dflash.builders.lowering.packed_weights import Packing
+from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
+from thor_dflash.builders.lowering.packed_weights import WeightPacker
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import Attribute
 
 
-def attended(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
+def attended(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]:
     """Returns three calls and what is known of the rows between them: a linear that makes the gate,
     attention, and the linear that reads both. `more` changes attributes of the last.
     """
     attributes = {"gate": "sigmoid", "head_dim": 0, "segments": 1, "epilogue": "none", **more}
     taken = {"x": "o", "gate": "g", "weight0": "w"}
     calls = [
-        RoomCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
-        RoomCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
-        RoomCall("o_proj", "linear", attributes, taken, {"y0": "y"}),
+        OperatorCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
+        OperatorCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
+        OperatorCall("o_proj", "linear", attributes, taken, {"y0": "y"}),
     ]
-    return calls, {name: Known(DType.BF16, (16, 512)) for name in ("o", "g", "y", "w")}
+    return calls, {name: ValueType(DType.BF16, (16, 512)) for name in ("o", "g", "y", "w")}
 
 
-def shares(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+def shares(calls: list[OperatorCall], known: dict[str, ValueType]) -> bool:
     """Whether attention applies the gate and leaves its rows in slabs for the last linear."""
     model = helper.make_model(helper.make_graph([], "part", [], []))
-    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
+    lowering = _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls)
     lowering.share_rows()
-    [maker] = [call for call in calls if call.room == "verify_attention"]
+    [maker] = [call for call in calls if call.op == "verify_attention"]
     ours = maker.inputs.get("next_gate") == "g" and "y0_slabs" in maker.outputs
     assert ours == ("x_slabs" in calls[-1].inputs) == ("o.slabs" in lowering.known)
     return ours
@@ -49,7 +49,7 @@ def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None
     assert not shares(calls, known)
     for shape in ((33, 512), (16, 520)):
         calls, known = attended()
-        assert not shares(calls, {**known, "o": Known(DType.BF16, shape)})
+        assert not shares(calls, {**known, "o": ValueType(DType.BF16, shape)})
     (gate, rows, product), known = attended()
     assert not shares([rows, gate, product], known), "the gate is not there yet"
 
@@ -58,33 +58,39 @@ def test_rows_are_prepared_for_the_first_of_two_products() -> None:
     calls, known = attended()
     calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
     model = helper.make_model(helper.make_graph([], "part", [], []))
-    _Lowering(model, Packing(WeightFiles()), known=known, calls=calls).share_rows()
+    _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls).share_rows()
     [_, maker, first, second] = calls
     assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
     assert second.inputs == {"x": "o", "gate": "other"}
 
 
-def walked(**more: Attribute) -> tuple[list[RoomCall], dict[str, Known]]:
+def walked(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]:
     """Returns gdn and the product that reads its rows, and what is known. `more` changes attributes
     of the product.
     """
     attributes = {"gate": "silu", "head_dim": 128, "norm_offset": 0.0, "epilogue": "residual"}
     taken = {"x": "o", "gate": "z", "norm_weight": "n", "residual": "r", "weight0": "w"}
     calls = [
-        RoomCall("in_proj", "linear", {}, {"x": "h"}, {"y1": "z"}),
-        RoomCall("gdn", "gdn", {"mode": "verify"}, {"qkv": "q"}, {"o": "o"}),
-        RoomCall("out_proj", "linear", {**attributes, "segments": 1, **more}, taken, {"y0": "y"}),
+        OperatorCall("in_proj", "linear", {}, {"x": "h"}, {"y1": "z"}),
+        OperatorCall("gdn", "gdn", {"mode": "verify"}, {"qkv": "q"}, {"o": "o"}),
+        OperatorCall(
+            "out_proj", "linear", {**attributes, "segments": 1, **more}, taken, {"y0": "y"}
+        ),
     ]
-    known = {name: Known(DType.BF16, (16, 512)) for name in ("o", "z", "r", "y")}
-    return calls, {**known, "n": Known(DType.BF16, (128,)), "w": Known(DType.U8, (512, 256))}
+    known = {name: ValueType(DType.BF16, (16, 512)) for name in ("o", "z", "r", "y")}
+    return calls, {
+        **known,
+        "n": ValueType(DType.BF16, (128,)),
+        "w": ValueType(DType.U8, (512, 256)),
+    }
 
 
-def finishes(calls: list[RoomCall], known: dict[str, Known]) -> bool:
+def finishes(calls: list[OperatorCall], known: dict[str, ValueType]) -> bool:
     """Whether gdn applies norm and gate and leaves its rows in slabs for the last linear."""
     model = helper.make_model(helper.make_graph([], "part", [], []))
-    lowering = _Lowering(model, Packing(WeightFiles()), known=known, calls=calls)
+    lowering = _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls)
     lowering.share_rows()
-    [maker] = [call for call in calls if call.room == "gdn"]
+    [maker] = [call for call in calls if call.op == "gdn"]
     added = (maker.inputs, maker.outputs, calls[-1].inputs, lowering.known)
     names = (
         {"next_gate", "next_norm_weight"}, {"y0_slabs", "y0_squares"}, {"x_slabs", "x_squares"},
@@ -92,7 +98,7 @@ def finishes(calls: list[RoomCall], known: dict[str, Known]) -> bool:
     )  # fmt: skip
     there = {name in where for where, some in zip(added, names, strict=True) for name in some}
     [ours] = there  # all of it or nothing
-    assert not ours or known["o.squares"] == Known(DType.F32, (4, 32, 8))
+    assert not ours or known["o.squares"] == ValueType(DType.F32, (4, 32, 8))
     return ours
 
 
@@ -102,9 +108,9 @@ def test_gdn_finishes_rows_of_nvfp4_products_alone() -> None:
     assert not finishes(*walked(head_dim=256))
     assert not finishes(*walked(epilogue="swiglu"))
     for change in (
-        {"w": Known(DType.FP8, (512, 512))},
-        {"w": Known(DType.BF16, (512, 512))},
-        {"o": Known(DType.BF16, (33, 512))},
+        {"w": ValueType(DType.FP8, (512, 512))},
+        {"w": ValueType(DType.BF16, (512, 512))},
+        {"o": ValueType(DType.BF16, (33, 512))},
     ):
         calls, known = walked()
         assert not finishes(calls, {**known, **change})

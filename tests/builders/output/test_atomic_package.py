@@ -17,7 +17,7 @@ import pytest
 from support.samples import MANIFEST
 
 from thor_dflash.builders.output import atomic_package
-from thor_dflash.builders.output.atomic_package import Staging, check_out, parents
+from thor_dflash.builders.output.atomic_package import AtomicPackage, check_out, parents
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import hash_file, read, render
 
@@ -33,7 +33,7 @@ def forbidden(path: Path) -> None:
 
 
 def build(out: Path, content: bytes, key: str = "k") -> None:
-    with Staging(out, key) as stage:
+    with AtomicPackage(out, key) as stage:
         stage.write("w/a.bin", put(content))
         stage.finish(TEXT)
 
@@ -50,10 +50,10 @@ def killed(out: Path, body: str) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from thor_dflash.builders.output import atomic_package as staging\n"
-        "from thor_dflash.builders.output.atomic_package import Staging\n"
+        "from thor_dflash.builders.output import atomic_package\n"
+        "from thor_dflash.builders.output.atomic_package import AtomicPackage\n"
         "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "with Staging(Path(sys.argv[1]), 'k') as stage:\n" + lines
+        "with AtomicPackage(Path(sys.argv[1]), 'k') as stage:\n" + lines
     )
     result = subprocess.run([sys.executable, "-c", script, str(out)], check=False)
     assert result.returncode == -signal.SIGKILL
@@ -61,7 +61,7 @@ def killed(out: Path, body: str) -> None:
 
 def test_a_finished_build_is_the_package_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "new" / "pkg"
-    with Staging(out, "k") as stage:
+    with AtomicPackage(out, "k") as stage:
         entry = stage.write("w/a.bin", put(b"123"))
         stage.write("b", put(b""))
         assert not out.exists()
@@ -76,14 +76,14 @@ def test_a_finished_build_is_the_package_and_nothing_else(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), PackageError("y")])
 def test_an_error_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), Staging(tmp_path / "a" / "b" / "pkg", "k") as stage:
+    with pytest.raises(type(error)), AtomicPackage(tmp_path / "a" / "b" / "pkg", "k") as stage:
         stage.write("a", put(b"1"))
         raise error
     assert tree(tmp_path) == []
 
 
 def test_forgetting_to_finish_leaves_nothing_behind(tmp_path: Path) -> None:
-    with Staging(tmp_path / "pkg", "k") as stage:
+    with AtomicPackage(tmp_path / "pkg", "k") as stage:
         stage.write("a", put(b"1"))
     assert tree(tmp_path) == []
 
@@ -91,7 +91,7 @@ def test_forgetting_to_finish_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_an_error_keeps_the_package_that_was_there(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
     build(out, b"old")
-    with pytest.raises(ValueError, match="x"), Staging(out, "k") as stage:
+    with pytest.raises(ValueError, match="x"), AtomicPackage(out, "k") as stage:
         stage.write("w/a.bin", put(b"new"))
         raise ValueError("x")
     assert (out / "w/a.bin").read_bytes() == b"old"
@@ -124,11 +124,11 @@ def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "dir/manifest.toml").write_text("[mine]")
     for name, what in (("file", "a file"), ("dir", "a directory of something else")):
         with pytest.raises(PackageError, match=f"must be free or a thor-dflash .*got {what}"):
-            Staging(tmp_path / name, "k").__enter__()
+            AtomicPackage(tmp_path / name, "k").__enter__()
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "loop"):
         with pytest.raises(PackageError, match="must be writable .got: "):
-            Staging(tmp_path / name / "pkg", "k").__enter__()
+            AtomicPackage(tmp_path / name / "pkg", "k").__enter__()
     assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file", "loop"]
 
 
@@ -138,7 +138,7 @@ def test_no_package_is_built_in_another(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("pkg/w")
     before = tree(tmp_path)
     for inside in (out / "sub", out / "new" / "sub", out / "w", tmp_path / "link" / "sub"):
-        for begin in (check_out, lambda path: Staging(path, "k").__enter__()):
+        for begin in (check_out, lambda path: AtomicPackage(path, "k").__enter__()):
             with pytest.raises(PackageError, match=rf"^--out must be outside .*, in {out}\)"):
                 begin(inside)
     assert tree(tmp_path) == before
@@ -147,7 +147,7 @@ def test_no_package_is_built_in_another(tmp_path: Path) -> None:
 
 def test_what_others_put_at_its_place_meanwhile_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
-    with pytest.raises(PackageError, match="must be free or"), Staging(out, "k") as stage:
+    with pytest.raises(PackageError, match="must be free or"), AtomicPackage(out, "k") as stage:
         stage.write("a", put(b"1"))
         out.mkdir()
         (out / "thesis.tex").write_text("years")
@@ -171,7 +171,7 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     (partial / "gone").unlink()
     with (partial / ".journal").open("a") as file:
         file.write('{"name": "d", "sha')  # a line that was not written to its end
-    with Staging(out, "k") as stage:
+    with AtomicPackage(out, "k") as stage:
         assert list(stage.files) == ["a"]
         stage.write("a", forbidden)
         stage.write("b", put(b"2"))
@@ -185,7 +185,7 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_written_through(tmp_path:
     killed(tmp_path / "pkg", 'stage.write("a", lambda p: p.write_bytes(b"1"))\ndie()')
     (tmp_path / "thesis.tex").write_bytes(b"years")
     (tmp_path / ".pkg.partial" / "b").symlink_to(tmp_path / "thesis.tex")
-    with Staging(tmp_path / "pkg", "k") as stage:
+    with AtomicPackage(tmp_path / "pkg", "k") as stage:
         stage.write("a", forbidden)
         stage.write("b", put(b"2"))
         stage.finish(TEXT)
@@ -203,7 +203,7 @@ def test_a_line_that_a_crash_cut_short_costs_one_file_of_the_next_build(tmp_path
             stage.write(name, lambda p: p.write_bytes(b"2"))
         die()
     """)  # fmt: skip
-    with Staging(tmp_path / "pkg", "k") as stage:
+    with AtomicPackage(tmp_path / "pkg", "k") as stage:
         assert list(stage.files) == ["a", "c", "d"]
 
 
@@ -215,7 +215,7 @@ def test_what_is_no_journal_of_a_build_starts_over(tmp_path: Path, journal: byte
     (partial / "w").mkdir(parents=True)
     (partial / "link").symlink_to(tmp_path / "theirs")
     (partial / ".journal").write_bytes(journal)
-    with Staging(tmp_path / "pkg", "k") as stage:
+    with AtomicPackage(tmp_path / "pkg", "k") as stage:
         assert stage.files == {}
         assert tree(partial) == [".journal"]
     assert tree(tmp_path) == ["theirs", "theirs/thesis.tex"]
@@ -223,7 +223,7 @@ def test_what_is_no_journal_of_a_build_starts_over(tmp_path: Path, journal: byte
 
 def test_another_key_starts_over(tmp_path: Path) -> None:
     killed(tmp_path / "pkg", 'stage.write("w/a.bin", lambda p: p.write_bytes(b"1"))\ndie()')
-    with Staging(tmp_path / "pkg", "other") as stage:
+    with AtomicPackage(tmp_path / "pkg", "other") as stage:
         assert stage.files == {}
         assert tree(tmp_path / ".pkg.partial") == [".journal"]
 
@@ -232,29 +232,29 @@ def test_another_key_starts_over(tmp_path: Path) -> None:
 def test_a_build_killed_while_it_replaces_loses_no_package(tmp_path: Path, swap: bool) -> None:
     out = tmp_path / "pkg"
     build(out, b"old")
-    hide = "" if swap else "staging._exchange = lambda a, b: False\n"
+    hide = "" if swap else "atomic_package._exchange = lambda a, b: False\n"
     killed(out, hide + """
 stage.write("w/a.bin", lambda p: p.write_bytes(b"new"))
-staging.shutil.rmtree = lambda *_, **options: die()
+atomic_package.shutil.rmtree = lambda *_, **options: die()
 rename = Path.rename
 Path.rename = lambda self, to: (rename(self, to), die())
 stage.finish(Path(sys.argv[1], "manifest.toml").read_text())
 """)  # fmt: skip
-    with Staging(out, "k"):
+    with AtomicPackage(out, "k"):
         assert (out / "w/a.bin").read_bytes() == (b"new" if swap else b"old")
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
 
 
 def test_of_two_builds_at_once_the_second_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
-    with Staging(out, "k") as stage:
+    with AtomicPackage(out, "k") as stage:
         stage.write("a", put(b"1"))
         with pytest.raises(PackageError, match="one build at a time"):
             build(out, b"2")
         script = (
             "import sys; from pathlib import Path\n"
-            "from thor_dflash.builders.output.atomic_package import Staging\n"
-            "Staging(Path(sys.argv[1]), 'k').__enter__()"
+            "from thor_dflash.builders.output.atomic_package import AtomicPackage\n"
+            "AtomicPackage(Path(sys.argv[1]), 'k').__enter__()"
         )
         command = [sys.executable, "-c", script, str(out)]
         other = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -277,7 +277,7 @@ def test_a_lock_on_a_directory_that_is_renamed_before_it_is_locked_is_taken_agai
 
     monkeypatch.setattr(fcntl, "flock", late)
     with (
-        Staging(tmp_path / "pkg", "k"),
+        AtomicPackage(tmp_path / "pkg", "k"),
         pytest.raises(PackageError, match="one build at a time"),
     ):
         build(tmp_path / "pkg", b"2")
@@ -291,7 +291,7 @@ def test_a_build_that_begins_while_the_old_package_is_deleted_is_refused(
 
     def second(path: Path, **options: bool) -> None:
         with pytest.raises(PackageError, match="one build at a time"):
-            Staging(out, "k").__enter__()
+            AtomicPackage(out, "k").__enter__()
         delete(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", second)
@@ -322,15 +322,18 @@ def test_a_full_disk_is_one_line(
         atomic_package, "_SPARE", 1 << 62
     )  # so little is free that an error means full
     with (
-        pytest.raises(PackageError, match=r"^the disk must have room for .*: no space left"),
-        Staging(tmp_path / "pkg", "k") as stage,
+        pytest.raises(PackageError, match=r"^the disk must have space for .*: no space left"),
+        AtomicPackage(tmp_path / "pkg", "k") as stage,
     ):
         stage.write("a", writer)
     assert tree(tmp_path) == []
 
 
 def test_an_error_without_a_number_means_a_full_disk_only_if_it_is_full(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="4096 requested"), Staging(tmp_path / "pkg", "k") as stage:
+    with (
+        pytest.raises(OSError, match="4096 requested"),
+        AtomicPackage(tmp_path / "pkg", "k") as stage,
+    ):
         stage.write("a", short)
 
 
@@ -344,7 +347,7 @@ def test_an_error_before_the_first_file_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", flush)
         with pytest.raises((KeyboardInterrupt, PackageError)):
-            Staging(tmp_path / "new" / "pkg", "k").__enter__()
+            AtomicPackage(tmp_path / "new" / "pkg", "k").__enter__()
     assert tree(tmp_path) == []
     build(tmp_path / "new" / "pkg", b"1")
 
@@ -352,7 +355,7 @@ def test_an_error_before_the_first_file_leaves_nothing_behind(
 def test_directories_above_it_that_cannot_all_be_made_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "new" / "deep" / ("x" * 300) / "pkg"
     with pytest.raises(PackageError, match=r"must be writable \(got: File name too long\)"):
-        Staging(out, "k").__enter__()
+        AtomicPackage(out, "k").__enter__()
     with pytest.raises(OSError, match="File name too long"), parents(out):
         pass
     assert tree(tmp_path) == []
@@ -365,20 +368,20 @@ def test_what_a_writer_left_beside_its_file_is_no_part_of_the_package(tmp_path: 
         (path.parent / "scratch" / "deep" / "x").touch()
         (path.parent / "link").symlink_to("scratch")
 
-    with Staging(tmp_path / "pkg", "k") as stage:
+    with AtomicPackage(tmp_path / "pkg", "k") as stage:
         stage.write("w/a.bin", untidy)
         stage.finish(TEXT)
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
 
 
 def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), Staging(tmp_path / "pkg", "k") as stage:
+    with pytest.raises(FileNotFoundError), AtomicPackage(tmp_path / "pkg", "k") as stage:
         stage.write("a", lambda path: (tmp_path / "no").read_bytes() and None)
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "manifest.toml", ".journal"])
 def test_a_name_outside_is_a_bug(tmp_path: Path, name: str) -> None:
-    with pytest.raises(AssertionError), Staging(tmp_path / "pkg", "k") as stage:
+    with pytest.raises(AssertionError), AtomicPackage(tmp_path / "pkg", "k") as stage:
         stage.write(name, put(b""))
 
 

@@ -9,13 +9,13 @@ from support.samples import MANIFEST
 from support.unprivileged import unprivileged
 
 from thor_dflash.builders.output import atomic_package
-from thor_dflash.builders.output.atomic_package import Staging
+from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import render
 
 
 def build(out: Path, content: bytes) -> None:
-    with Staging(out, "key") as stage:
+    with AtomicPackage(out, "key") as stage:
         stage.write("w/a", lambda path: path.write_bytes(content) and None)
         stage.finish(render(MANIFEST))
 
@@ -73,8 +73,8 @@ def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
     part.mkdir()
     (part / atomic_package.JOURNAL).write_text("{}\n")
     part.chmod(0o500)
-    said = rf"{part}/\{atomic_package.JOURNAL} must be writable \(got: Permission denied\)"
-    with unprivileged(), pytest.raises(PackageError, match=said):
+    message = rf"{part}/\{atomic_package.JOURNAL} must be writable \(got: Permission denied\)"
+    with unprivileged(), pytest.raises(PackageError, match=message):
         build(tmp_path / "p", b"")
 
 
@@ -91,8 +91,8 @@ def test_an_old_package_that_stays_is_told_then_and_before_the_next_build(
         monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
     monkeypatch.setattr(atomic_package, "_remove", lambda directory: False)
     build(out, b"new")
-    said = f"note: {tmp_path / name}, the replaced package, cannot be deleted\n"
-    assert capsys.readouterr().err == said
+    message = f"note: {tmp_path / name}, the replaced package, cannot be deleted\n"
+    assert capsys.readouterr().err == message
     with pytest.raises(PackageError, match=rf"\{name}\S* must be removable"):
-        Staging(out, "key").__enter__()
+        AtomicPackage(out, "key").__enter__()
     assert (out / "w/a").read_bytes() == b"new"

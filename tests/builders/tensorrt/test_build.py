@@ -22,7 +22,7 @@ from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
-from thor_dflash.builders.tensorrt.profiles import Range, session_ranges
+from thor_dflash.builders.tensorrt.profiles import SizeRange, session_ranges
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.model_dims import MIN_CONVERSATION, DraftLayerDims
@@ -61,9 +61,13 @@ def test_the_package_holds_engines_and_their_descriptions(nano: Recorded) -> Non
              "observe_chunk.chunk64", "prefill", "prefill.chunk64"}  # fmt: skip
     assert built.keys() == steps
     for step in steps:
-        card = nano.card(step)
-        assert (card.name, card.file, card.profile) == (step, f"{step}.plan", 0)
-        assert card.sha256 == found.files[card.file].sha256
+        description = nano.description(step)
+        assert (description.name, description.file, description.profile) == (
+            step,
+            f"{step}.plan",
+            0,
+        )
+        assert description.sha256 == found.files[description.file].sha256
     assert package.LOG in found.files
     assert not [n for n in found.files if n.endswith((".onnx", ".program.json"))]
     assert not list(out.rglob("*constants.bin.*"))
@@ -101,37 +105,37 @@ def test_every_plugin_is_asked_for_by_name_version_and_namespace_and_finds_its_f
     nano: Recorded,
 ) -> None:
     for name, one in nano.engines.items():
-        nodes = {node.name: node for node in nano.card(name).nodes}
+        nodes = {node.name: node for node in nano.description(name).nodes}
         assert len(nodes) == len(one.network.layers)
         for layer in one.network.layers:
             fields = dict(layer.fields)
             assert fields.pop("plugin_namespace") == DOMAIN.encode()
             assert fields.pop("plugin_version") == b"1"
-            card = nodes[layer.name]
-            assert parse(card.op, card.fields) == layer.plugin.node
+            description = nodes[layer.name]
+            assert parse(description.op, description.fields) == layer.plugin.node
             assert {k: v.decode() if isinstance(v, bytes) else pytest.approx(v)
-                    for k, v in fields.items()} == card.fields  # fmt: skip
+                    for k, v in fields.items()} == description.fields  # fmt: skip
 
 
 def test_inputs_and_outputs_are_the_program_s_and_the_weights_in_linear_format(
     nano: Recorded, tmp_path: Path
 ) -> None:
     for name, program in programs(NANO / "target", NANO / "drafter", options(tmp_path)).items():
-        network, card = nano.engines[name].network, nano.card(name)
+        network, description = nano.engines[name].network, nano.description(name)
         read = {n for step in program.steps for p, n in step.ports.items() if p != "kinds"}
         weights = program.weights.keys() & read
         assert {t.name for t in network.inputs} == program.inputs.keys() | weights
         assert [t.name for t in network.outputs] == list(program.outputs)
         assert {t.allowed_formats for t in (*network.inputs, *network.outputs)} == {LINEAR}
-        assert card.weights == {n: program.weights[n] for n in weights}
-        assert (card.inputs, card.outputs) == (program.inputs, program.outputs)
+        assert description.weights == {n: program.weights[n] for n in weights}
+        assert (description.inputs, description.outputs) == (program.inputs, program.outputs)
         assert not network.initializers
 
 
 def test_what_is_written_in_place_is_read_by_its_writer_alone(nano: Recorded) -> None:
     kept: set[str] = set()
     for name, one in nano.engines.items():
-        card = nano.card(name)
+        description = nano.description(name)
         meant: set[str] = set()
         for layer in one.network.layers:
             names = [t.name for t in layer.outputs]
@@ -142,7 +146,7 @@ def test_what_is_written_in_place_is_read_by_its_writer_alone(nano: Recorded) ->
                 readers = [x for x in one.network.layers if state in {t.name for t in x.inputs}]
                 assert readers == [layer]
             meant |= mine
-        assert set(card.in_place) == meant
+        assert set(description.in_place) == meant
         kept |= meant
     assert {n.rpartition(".")[2] for n in kept} == {"state", "k", "v"}
 
@@ -151,12 +155,12 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
     found = manifest.read(nano.out)
     assert found.drafter
     longest = found.target.max_position
-    letters: set[str] = set()
+    symbols: set[str] = set()
     for name, one in nano.engines.items():
-        card = nano.card(name)
+        description = nano.description(name)
         free = {
             tensor: value.shape
-            for tensor, value in card.inputs.items()
+            for tensor, value in description.inputs.items()
             if any(isinstance(size, str) for size in value.shape)
         }
         if not free:
@@ -165,18 +169,18 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
         [profile] = one.config.profiles
         assert profile.shapes.keys() == free.keys()
         for tensor, shape in free.items():
-            for axis, letter in enumerate(shape):
+            for axis, symbol in enumerate(shape):
                 least, best, most = (size[axis] for size in profile.shapes[tensor])
-                if not isinstance(letter, str):
-                    assert least == best == most == letter
+                if not isinstance(symbol, str):
+                    assert least == best == most == symbol
                     continue
-                letters.add(letter)
+                symbols.add(symbol)
                 for capacity in (found.block + MIN_CONVERSATION, CAPACITY, longest):
-                    assert least <= needed(found, letter, capacity) <= most
-                fits = needed(found, letter, CAPACITY)
+                    assert least <= needed(found, symbol, capacity) <= most
+                fits = needed(found, symbol, CAPACITY)
                 assert least <= best <= most
                 assert fits <= best <= fits + found.block
-    assert letters == {"cache_rows", *(f"ring_rows.{i}" for i in range(len(found.drafter.layers)))}
+    assert symbols == {"cache_rows", *(f"ring_rows.{i}" for i in range(len(found.drafter.layers)))}
 
 
 def test_profiles_hold_the_longest_step_whichever_it_is(tmp_path: Path) -> None:
@@ -195,15 +199,15 @@ def test_a_ring_is_no_longer_than_the_context() -> None:
     layers = tuple(DraftLayerDims(causal=False, window=window) for window in (1000, 0, 64))
     ranges = session_ranges(100, 200, 16, replace(DRAFTER, layers=layers))
     rings = [ranges[f"ring_rows.{i}"] for i in range(3)]
-    assert rings == [Range(16, 116, 216), Range(16, 116, 216), Range(16, 80, 80)]
+    assert rings == [SizeRange(16, 116, 216), SizeRange(16, 116, 216), SizeRange(16, 80, 80)]
 
 
-def needed(found: manifest.Manifest, letter: str, capacity: int) -> int:
-    """Returns the rows of a cache or ring (`letter`) that a session of a capacity needs."""
-    if letter == "cache_rows":
+def needed(found: manifest.Manifest, symbol: str, capacity: int) -> int:
+    """Returns the rows of a cache or ring (`symbol`) that a session of a capacity needs."""
+    if symbol == "cache_rows":
         return cache_rows(capacity, found.block, found.widest_chunk)
     assert found.drafter
-    window = found.drafter.layers[int(letter.partition(".")[2])].window
+    window = found.drafter.layers[int(symbol.partition(".")[2])].window
     return ring_rows(window, capacity, found.block, found.widest_chunk)
 
 
@@ -223,17 +227,19 @@ def test_the_builder_is_told_what_the_configuration_says(tmp_path: Path) -> None
     for name, one in made.engines.items():
         assert one.config.builder_optimization_level == 1
         assert one.config.pools == {recorder.MemoryPoolType.WORKSPACE: 100 << 20}
-        said = made.card(name).made.options
-        assert (said["level"], said["workspace_mib"]) == ("1", "100")
+        options = made.description(name).made.options
+        assert (options["level"], options["workspace_mib"]) == ("1", "100")
 
 
 def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:
-    card = nano.card("verify")
-    assert card.made.tensorrt == recorder.__version__
-    assert (card.made.device, card.made.capability) == ("NVIDIA Thor", (11, 0))
-    assert card.made.multiprocessors == THOR.multiprocessors
-    assert card.made.kernels == fingerprint()
-    assert card.tactics.keys() == {layer.name for layer in nano.engines["verify"].network.layers}
+    description = nano.description("verify")
+    assert description.made.tensorrt == recorder.__version__
+    assert (description.made.device, description.made.capability) == ("NVIDIA Thor", (11, 0))
+    assert description.made.multiprocessors == THOR.multiprocessors
+    assert description.made.kernels == fingerprint()
+    assert description.tactics.keys() == {
+        layer.name for layer in nano.engines["verify"].network.layers
+    }
 
 
 def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) -> None:
@@ -260,8 +266,8 @@ def test_a_report_that_cannot_be_read_costs_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names and texts of plugins are in the inspector's JSON, which is not documented."""
-    said = lambda *_: '{"Layers": [{"Name": "a "quoted" name"}]}'  # noqa: E731
-    monkeypatch.setattr(recorder.EngineInspector, "get_engine_information", said)
+    report = lambda *_: '{"Layers": [{"Name": "a "quoted" name"}]}'  # noqa: E731
+    monkeypatch.setattr(recorder.EngineInspector, "get_engine_information", report)
     words = r"prefill.plan must hold nothing .*got a report of its layers that is no JSON"
     with pytest.raises(EngineError, match=words):
         record_hybrid(tmp_path, "bf16")
@@ -269,7 +275,7 @@ def test_a_report_that_cannot_be_read_costs_no_engine(
     assert (
         "INSPECTED: a report of its layers that is no JSON" in (made.out / package.LOG).read_text()
     )
-    assert made.card("prefill").tactics == {}
+    assert made.description("prefill").tactics == {}
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -286,7 +292,9 @@ def test_the_driver_is_asked_for_the_device_and_closed(
 
     monkeypatch.setattr(package, "Driver", lambda: driver)
     name = "thor_dflash.builders.tensorrt.engine"
-    monkeypatch.setitem(sys.modules, name, cast("ModuleType", SimpleNamespace(Maker=real)))
+    monkeypatch.setitem(
+        sys.modules, name, cast("ModuleType", SimpleNamespace(TensorRTBuilder=real))
+    )
     with pytest.raises(EngineError, match="too old") if refused else nullcontext():
-        assert package.maker(BuildConfig().tensorrt, Silent()) == "a Thor"
+        assert package.engine_builder(BuildConfig().tensorrt, Silent()) == "a Thor"
     assert closed == ["driver"]

@@ -24,11 +24,11 @@ from support.trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_h
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.output.weight_files import WeightFiles
-from thor_dflash.builders.tensorrt.dense_linears import Dense, _up
-from thor_dflash.builders.tensorrt.deployment_graph import Sheet
-from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.dense_linears import DenseLinears, _up
+from thor_dflash.builders.tensorrt.deployment_graph import DeploymentBuilder
+from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.builders.tensorrt.profiles import _sizeless
-from thor_dflash.builders.tensorrt.weight_constants import Constants
+from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import Attributes
@@ -49,9 +49,9 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
     profiles = modelopt.engines["prefill"].config.profiles
     for i, chunk in enumerate(CHUNKS):
         name = "prefill" if i == 0 else f"prefill.chunk{chunk}"
-        card = modelopt.card(name)
-        assert (card.file, card.profile) == ("prefill.plan", i)
-        assert card.inputs["tokens"].shape == (chunk,)
+        description = modelopt.description(name)
+        assert (description.file, description.profile) == ("prefill.plan", i)
+        assert description.inputs["tokens"].shape == (chunk,)
         assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
     assert len(profiles) == len(CHUNKS)
 
@@ -71,7 +71,7 @@ def test_plugins_leave_rows_ready_for_plugins_alone(
     """In a step of few rows. `some`: some of its products are plugins; otherwise none is."""
     write_target(tmp_path / "t", HYBRID, 1, dialect)
     config = replace(options(tmp_path), chunks=(CHUNKS[0], 16))
-    made = engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
+    made = plan_engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
     graphs = {graph.name: graph for one in made for graph in one.graphs}
     short = graphs["prefill.chunk16"].plugins
     left = [name for name, node in short if "y0_slabs" in node.outputs]
@@ -81,10 +81,10 @@ def test_plugins_leave_rows_ready_for_plugins_alone(
     together = next(one.graphs for one in made if one.name == "prefill")
     assert len(together) == (1 if some else 2)
     for name, node in short:
-        told = {*node.inputs, *node.outputs, *node.attributes.values}
-        assert "next_packed" not in told
+        names = {*node.inputs, *node.outputs, *node.attributes.values}
+        assert "next_packed" not in names
         if name not in left:
-            assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & told
+            assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & names
 
 
 def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: Recorded) -> None:
@@ -162,7 +162,7 @@ def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer
     must not outlive them either.
     """
     files, left = list[list[str]](), list[bool]()
-    mapped, build = Constants.mapped, recorder.Builder.build_serialized_network_to_stream
+    mapped, build = EngineConstants.mapped, recorder.Builder.build_serialized_network_to_stream
     given, alive = list[ref[Array]](), list[bool]()
 
     def watched(*args: Any) -> Iterator[tuple[str, Array]]:
@@ -179,7 +179,7 @@ def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer
         left.extend(array() is not None for array in given)
         given.clear()
 
-    monkeypatch.setattr(Constants, "mapped", watched)
+    monkeypatch.setattr(EngineConstants, "mapped", watched)
     monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
     monkeypatch.setattr(recorder.OnnxParser, "__del__", ended, raising=False)
     record_hybrid(tmp_path, "modelopt")
@@ -197,7 +197,7 @@ def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(
     program = next(p for p in plan.programs if p.name == "prefill")
     graph = next(g for g in plan.graphs if g.name == "prefill").proto().graph
     made = material(plan)
-    dense = Dense(program, graph, Constants(made.stored), made.scales)
+    dense = DenseLinears(program, graph, EngineConstants(made.stored), made.scales)
     [step] = [s for s in program.steps if s.name == "layers.0.mlp.gate_up"]
     assert dense.takes(step)
     real = made.stored.stored
@@ -220,7 +220,7 @@ def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
 
 def test_without_scales_for_the_rows_prefill_is_plugins(tmp_path: Path) -> None:
     plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
-    graphs = [graph for one in engines(material(plan)).together for graph in one.graphs]
+    graphs = [graph for one in plan_engines(material(plan)).together for graph in one.graphs]
     assert not [graph.name for graph in graphs if graph.products]
 
 
@@ -230,8 +230,8 @@ def test_the_scale_of_rows_is_what_the_checkpoint_tells(
 ) -> None:
     write_target(tmp_path / "t", HYBRID, 1, dialect)
     plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
-    [told] = set(material(plan).scales.values())
-    assert told == pytest.approx(scale, rel=1e-6)
+    [read] = set(material(plan).scales.values())
+    assert read == pytest.approx(scale, rel=1e-6)
 
 
 def test_prefill_linears_can_be_made_plugins_by_configuration(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def evaluate(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of prefill: its inputs by the room's contract, and the nodes that it became."""
+    """One linear of prefill: its inputs by the contract, and the nodes that it became."""
 
     attributes: Attributes
     ports: dict[str, str]
     outputs: dict[str, str]
     arrays: dict[str, Array]
-    sheet: Sheet
+    sheet: DeploymentBuilder
     scales: Mapping[str, float]
 
 
@@ -293,10 +293,10 @@ def linear(directory: Path, part: str) -> Linear:
     pairs = zip(plan.graphs, plan.programs, strict=True)
     graph, program = next((g.proto().graph, p) for g, p in pairs if p.name == "prefill")
     step = next(s for s in program.steps if s.name.endswith(part))
-    sheet = Sheet()
+    sheet = DeploymentBuilder()
     # gate_proj and up_proj read the same rows, but claim different scales: the larger one counts.
     scales = {n: 3 * s if "gate_proj" in n else s for n, s in made.scales.items()}
-    Dense(program, graph, Constants(made.stored), scales).write(step, sheet)
+    DenseLinears(program, graph, EngineConstants(made.stored), scales).write(step, sheet)
     [node] = [n for n in graph.node if n.name == step.name]
     a = LINEAR.complete({k: v for k, v in step.attributes.items() if k in LINEAR.attributes})
     ports = {p.name: n for p, n in zip(LINEAR.inputs_of(a), node.input, strict=False) if n}
@@ -334,7 +334,7 @@ def similar(a: Array, b: Array) -> float:
 
 
 def with_quantised_rows(one: Linear) -> dict[str, Array]:
-    """Returns the room's reference in which segments with NVFP4 weights read rows that were
+    """Returns the operator's reference in which segments with NVFP4 weights read rows that were
     quantised to NVFP4, too; other segments read the rows as they are.
     """
     arrays, a = one.arrays, one.attributes

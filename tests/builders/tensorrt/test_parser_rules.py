@@ -16,7 +16,7 @@ from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import parser_rules
-from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.builders.tensorrt.parser_rules import (
     deployed_problems,
     source_problems,
@@ -41,7 +41,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelPr
     return {
         f"{name}.{one.name}": one.model
         for name, plan in (("nano", nano), ("hybrid", hybrid))
-        for one in engines(material(plan)).together
+        for one in plan_engines(material(plan)).together
     }
 
 
@@ -108,7 +108,7 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "order": (swap, "is read before anything makes it"),
     "twice": (lambda m: m.graph.node.append(m.graph.node[0]), "made 2 times"),
     "same": (lambda m: rename(m.graph.node[1], m.graph.node[0].name), "2 custom nodes named"),
-    "letter": (lambda m: add(m, "word", "\u00e4"), "word must be ASCII"),
+    "character": (lambda m: add(m, "word", "\u00e4"), "word must be ASCII"),
     "low": (lambda m: add(m, "wide", -(2**31)), "wide must fit in 32 bits"),
     "untyped": (lambda m: m.graph.ClearField("value_info"), "of no declared type"),
     "named": (lambda m: m.graph.node[1].ClearField("name"), "1 custom nodes named ''"),
@@ -184,4 +184,4 @@ def test_a_graph_that_breaks_a_rule_is_not_built(
     monkeypatch.setattr(package, "readers", lambda model: defaultdict(lambda: 2))
     plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
     with pytest.raises(ConfigError, match="read by 2 nodes and written in place by one of them"):
-        engines(material(plan))
+        plan_engines(material(plan))

@@ -23,7 +23,7 @@ from thor_dflash.core.errors import ConfigError, EngineError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.launch_program import Program, Step, Value
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 """What the inspector of a recorded engine shows: layers and tensors."""
 
 
@@ -36,8 +36,8 @@ Told = dict[str, Any]
         ("layers", "plugins of .* nodes"),
         ("fp4", "none of 16 linears multiplied in FP4"),
         ("empty", "prefill.plan must load again"),
-        ("shape", "TensorRT must make of the graph what it says"),
-        ("extra", "layers that no node asked for: Cast.x"),
+        ("shape", "TensorRT must parse the graph as written"),
+        ("extra", "layers that no node needs: Cast.x"),
         ("profile", "TensorRT must take profile 0"),
     ],
 )
@@ -93,30 +93,30 @@ def test_a_network_that_is_not_its_graph_is_refused(
         return done
 
     monkeypatch.setattr(recorder.OnnxParser, "parse_model_proto", parse)
-    with pytest.raises(EngineError, match=rf"TensorRT must make of the graph .* \({words}"):
+    with pytest.raises(EngineError, match=rf"TensorRT must parse the graph .* \({words}"):
         record_hybrid(tmp_path, "bf16")
 
 
 def test_a_weight_that_is_not_taken_ends_the_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = recorder.OnnxParser.load_initializer, list[str]()
+    real, names = recorder.OnnxParser.load_initializer, list[str]()
 
     def load(parser: recorder.OnnxParser, name: str, data: int, size: int) -> bool:
-        asked.append(name)
-        return real(parser, name, data, size) and len(asked) != 1
+        names.append(name)
+        return real(parser, name, data, size) and len(names) != 1
 
     monkeypatch.setattr(recorder.OnnxParser, "load_initializer", load)
-    said = r"prefill must be a graph that TensorRT takes \(got: TensorRT did not say\)"
-    with pytest.raises(EngineError, match=said):
+    message = r"prefill must be a graph that TensorRT takes \(got: TensorRT did not say\)"
+    with pytest.raises(EngineError, match=message):
         record_hybrid(tmp_path, "modelopt")
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> None:
+def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Report], object]) -> None:
     """Make the recorder's engines show something else to the inspector, changed by `change`."""
     real = recorder._plan
 
-    def plan(network: INetworkDefinition) -> Told:
+    def plan(network: INetworkDefinition) -> Report:
         made = real(network)
         change(made)
         return made
@@ -124,22 +124,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object]) -> 
     monkeypatch.setattr(recorder, "_plan", plan)
 
 
-def by_name(plan: Told) -> None:
+def by_name(plan: Report) -> None:
     """The inspector lists layers by name alone."""
     plan["Layers"] = [layer["Name"] for layer in plan["Layers"]]
 
 
-def by_name_with_a_copy(plan: Told) -> None:
+def by_name_with_a_copy(plan: Report) -> None:
     by_name(plan)
     plan["Layers"].append("Reformatting CopyNode for x")
 
 
-def by_profile(plan: Told) -> None:
+def by_profile(plan: Report) -> None:
     """The inspector lists every layer twice, as for two profiles."""
     plan["Layers"] *= 2
 
 
-def by_value(plan: Told) -> None:
+def by_value(plan: Report) -> None:
     """The inspector gives tactics under another key, and in capitals."""
     for layer in plan["Layers"]:
         layer["TacticValue"] = layer.pop("TacticName").upper()
@@ -155,7 +155,7 @@ def by_value(plan: Told) -> None:
     ],
 )
 def test_an_engine_of_other_tensors_or_layers_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Told], object], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Report], object], words: str
 ) -> None:
     shown(monkeypatch, change)
     with pytest.raises(EngineError, match=rf"must hold nothing that the graph does not \({words}"):
@@ -166,20 +166,20 @@ def test_an_engine_of_other_tensors_or_layers_is_refused(
 def test_other_forms_of_the_inspector_s_report_are_understood(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Told], object],
+    change: Callable[[Report], object],
     dialect: Dialect,
 ) -> None:
     shown(monkeypatch, change)
     made = record_hybrid(tmp_path, dialect)
     assert "INSPECTED" not in (made.out / LOG).read_text()
     if change is by_value:
-        assert "MatMul GEMM_E2M1" in made.card("prefill").tactics.values()
+        assert "MatMul GEMM_E2M1" in made.description("prefill").tactics.values()
 
 
 def test_layers_may_be_listed_once_for_each_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_prefill(plan: Told) -> None:
+    def of_prefill(plan: Report) -> None:
         if any(layer["TacticName"] for layer in plan["Layers"]):
             by_profile(plan)
 
@@ -304,16 +304,16 @@ class _Bars(Silent):
 
 class _Bar:
     def __init__(self, label: str, total: int | None) -> None:
-        self.told = [label, total, 0, "open"]
+        self.state = [label, total, 0, "open"]
 
     def advance(self, n: int) -> None:
-        self.told[2] = int(str(self.told[2])) + n
+        self.state[2] = int(str(self.state[2])) + n
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *of: object) -> None:
-        self.told[3] = "ended"
+        self.state[3] = "ended"
 
 
 def test_no_phase_outlives_a_build_that_fails(
@@ -327,13 +327,13 @@ def test_no_phase_outlives_a_build_that_fails(
     monkeypatch.setattr(recorder, "_report", report)
     with pytest.raises(EngineError, match="must build"):
         record(tmp_path / "p", NANO / "target", None, options(tmp_path), bars)
-    assert bars.shown[-1].told[2:] == [0, "ended"]
+    assert bars.shown[-1].state[2:] == [0, "ended"]
 
 
 def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
     bars = _Bars()
     with recording():
-        phases = import_module("thor_dflash.builders.tensorrt.build_progress").Phases(
+        phases = import_module("thor_dflash.builders.tensorrt.build_progress").BuildProgress(
             "verify", bars
         )
         for name, parent, steps in (("all", None, 2), ("part", "all", 5), ("deep", "part", 9)):
@@ -343,9 +343,9 @@ def test_two_levels_of_phases_are_shown_and_none_outlives_a_build() -> None:
             assert phases.step_complete("part", at)
             assert phases.step_complete("deep", at)
         phases.phase_finish("deep")
-        assert [bar.told[3] for bar in bars.shown] == ["open", "open"]
+        assert [bar.state[3] for bar in bars.shown] == ["open", "open"]
         phases.close()
-    assert [bar.told for bar in bars.shown] == [
+    assert [bar.state for bar in bars.shown] == [
         ["verify: all", 2, 0, "ended"],
         ["verify: part", 5, 4, "ended"],
     ]
@@ -359,7 +359,7 @@ def test_a_stop_while_an_engine_is_written_is_kept_for_the_builder_to_raise(
 
     with recording():
         streams = import_module("thor_dflash.builders.tensorrt.engine_file")
-        writer = streams.Writer(tmp_path / "x.plan")
+        writer = streams.EngineFileWriter(tmp_path / "x.plan")
         monkeypatch.setattr(writer, "_file", SimpleNamespace(write=stopped))
         assert writer.write(b"engine") == 0
         assert isinstance(writer.failure, SystemExit)
@@ -369,13 +369,13 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with recording():
         engine = import_module("thor_dflash.builders.tensorrt.engine")
 
-        class Full(engine.Writer):  # type: ignore[misc, name-defined]
+        class Full(engine.EngineFileWriter):  # type: ignore[misc, name-defined]
             def write(self, data: bytes) -> int:
                 self.failure = OSError(28, "No space left on device")
                 return 0
 
-        monkeypatch.setattr(engine, "Writer", Full)
-        monkeypatch.setattr(builds, "maker", maker)
+        monkeypatch.setattr(engine, "EngineFileWriter", Full)
+        monkeypatch.setattr(builds, "engine_builder", maker)
         recorder.FAULTS.clear()
         with pytest.raises(PackageError, match="no space left on device"):
             build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())

@@ -44,8 +44,8 @@ def test_27b_with_plugins_alone_shares_one_copy_of_the_weights(tmp_path: Path) -
     assert report["layers"]["prefill.chunk128"] == report["layers"]["prefill"]
     assert set(report["constants"].values()) == {0}
     assert report["profiles"]["verify"] == 1
-    assert said(report["weights"])
-    assert said(sum(report["by_engine"].values()))
+    assert documented(report["weights"])
+    assert documented(sum(report["by_engine"].values()))
 
 
 def test_27b_with_a_prefill_of_tensorrts_own_holds_that_ones_weights_twice(
@@ -55,10 +55,10 @@ def test_27b_with_a_prefill_of_tensorrts_own_holds_that_ones_weights_twice(
     assert report["profiles"]["prefill"] == 2
     assert "prefill.chunk128" not in report["layers"]
     assert report["constants"]["prefill"] == sum(report["constants"].values()) > 13e9
-    assert said(report["weights"] + report["constants"]["prefill"])
+    assert documented(report["weights"] + report["constants"]["prefill"])
 
 
-def said(count: int) -> bool:
+def documented(count: int) -> bool:
     """Whether the table in the docstring of builders/tensorrt has this number of bytes, in GB."""
     assert tensorrt.__doc__
     return f" {count / 1e9:.1f} GB" in tensorrt.__doc__
@@ -66,5 +66,5 @@ def said(count: int) -> bool:
 
 @pytest.mark.parametrize("count", [1, 10**9])
 def test_the_table_does_not_say_everything(count: int) -> None:
-    """So `said` can be false."""
-    assert not said(count)
+    """So `documented` can be false."""
+    assert not documented(count)

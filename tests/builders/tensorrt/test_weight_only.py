@@ -13,7 +13,7 @@ from support.trt_builds import HYBRID
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.tensorrt.package import engines
+from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.config.tensorrt import TensorRTConfig
 from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ConfigError
@@ -44,14 +44,14 @@ def group(rows: object) -> dict[str, Any]:
 
 
 def quantisers(
-    directory: Path, dialect: Dialect, said: object, who: Literal["auto", "tensorrt"] = "auto"
+    directory: Path, dialect: Dialect, table: object, who: Literal["auto", "tensorrt"] = "auto"
 ) -> int:
     """Number of nodes of the prefills that quantise rows."""
     write_target(directory, HYBRID, 1, dialect)
-    write_config(directory, {**read_config(directory), "quantization_config": said})
+    write_config(directory, {**read_config(directory), "quantization_config": table})
     section = TensorRTConfig(prefill_linears=who)
     config = BuildConfig(engine="tensorrt", chunk=64, chunks=(64,), tensorrt=section)
-    made = engines(material(make_plan(read_target(directory), None, config)))
+    made = plan_engines(material(make_plan(read_target(directory), None, config)))
     return sum(
         node.op_type == "TRT_FP4DynamicQuantize"
         for one in made.together

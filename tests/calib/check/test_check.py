@@ -19,15 +19,15 @@ from support.package_damage import graph, rehash, spoil_body, spoil_weight
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check.compare import (
+    CheckReport,
     Reference,
-    Report,
     compare,
     make,
     some_tokens,
     tracer,
     walk,
 )
-from thor_dflash.calib.check.cuda_trace import Programs
+from thor_dflash.calib.check.cuda_trace import CudaTracer
 from thor_dflash.calib.check.golden import arrays, read
 from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
@@ -70,7 +70,7 @@ def reference_of(package: Path) -> Reference:
     return Reference(golden, held, tracer(held, package))
 
 
-def checked(package: Path, reference: Path | None, operators: str = "auto") -> Report:
+def checked(package: Path, reference: Path | None, operators: str = "auto") -> CheckReport:
     with closing(open_session(package, THREAD, Silent(), choose=True)) as s:
         other = reference_of(reference) if reference else None
         show, tokens = tracer(s, package), some_tokens(s)
@@ -267,9 +267,9 @@ def test_the_report_is_told_in_words_and_as_json(
     assert "layers.2.mlp.down_proj (linear): y0 at [" in text
     assert text.endswith("NOT the same\n")
     assert main.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["right"] is False
-    assert told["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
+    table = json.loads(capsys.readouterr().out)
+    assert table["right"] is False
+    assert table["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
 
 
 def test_what_does_not_belong_together_is_refused(
@@ -311,11 +311,11 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest
     return root / "cuda", root / "ort", made
 
 
-def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
+def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> CheckReport:
     """Compare the CUDA package, on an engine without a device, with the one for ONNX Runtime."""
     package, graphs, made = nano
     model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
-    show = Programs(engine)
+    show = CudaTracer(engine)
     with closing(open_session(graphs, THREAD, Silent())) as other:
         tokens = prompt(20, vocab=made.vocab_limit)
         golden = make(other, None, tokens, Silent())
@@ -323,16 +323,16 @@ def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> Report:
         return compare(Session(model, None), show, reference, tokens, "auto", None, Silent())
 
 
-def test_rooms_may_be_off_by_what_they_say_and_standard_nodes_by_nothing(
+def test_operators_have_their_tolerance_and_standard_nodes_none(
     good: Path, nano: tuple[Path, Path, Manifest]
 ) -> None:
-    rooms = {op.name: op.rtol for op in OPS}
+    tolerances = {op.name: op.rtol for op in OPS}
     for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # rows are float32, bfloat16
         with closing(open_session(package, THREAD, Silent())) as s:
             show = tracer(s, package)
             assert show
             for step in show.steps(walks(s.model)["verify"]([1, 2, 3], 0)):
-                meant = max(rooms[step.op], least) if step.op in rooms else 0.0
+                meant = max(tolerances[step.op], least) if step.op in tolerances else 0.0
                 assert step.tolerance == meant, step.step
 
 
@@ -343,7 +343,7 @@ def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(
     engine = Stepping(package)
     model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
     tokens = prompt(20, vocab=made.vocab_limit)
-    alone = compare(Session(model, None), Programs(engine), None, tokens, "all", None, Silent())
+    alone = compare(Session(model, None), CudaTracer(engine), None, tokens, "all", None, Silent())
     assert alone.right, alone
     assert {walk.graph for walk in alone.walks} == set(engine.programs) - {"accept_masked"}
     together = stepped(nano, Stepping(package))
@@ -373,7 +373,7 @@ def test_a_wrong_step_of_a_program_is_named(
     model = ModelRunner(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
     tokens = prompt(20, vocab=nano[2].vocab_limit)
     wrong = walk(
-        Session(model, None), Programs(engine), "verify", tokens, 0, {}, 1.0, Silent()
+        Session(model, None), CudaTracer(engine), "verify", tokens, 0, {}, 1.0, Silent()
     ).wrong
     assert wrong
     assert (wrong.step, wrong.output) == (step, port)

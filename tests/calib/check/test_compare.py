@@ -13,10 +13,10 @@ import pytest
 
 from thor_dflash.calib.check import compare
 from thor_dflash.calib.check import reference_run as define
-from thor_dflash.calib.check.compare import Reference, Report, Walk, by_tap, logits, walk
+from thor_dflash.calib.check.compare import CheckReport, GraphCheck, Reference, by_tap, logits, walk
 from thor_dflash.calib.check.golden import Golden, arrays
 from thor_dflash.calib.check.tolerance import Drift, against_definition, differ, drift, jumps, share
-from thor_dflash.calib.check.trace_record import Outputs, Seen, Tracer
+from thor_dflash.calib.check.trace_record import Outputs, StepTracer, TracedStep
 from thor_dflash.cli.commands.check import as_table, lines
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType
@@ -115,10 +115,10 @@ def test_a_row_with_nan_or_infinity_does_not_change_how_others_are_judged(strang
 def test_a_report_of_what_is_no_number_is_json_all_the_same() -> None:
     want = np.ones((2, 4), np.float32)
     broken = np.where(np.arange(2)[:, None] == 1, np.nan, want)
-    report = Report(logits(broken, want, 0.5), ((3, float("inf")),), (), ())
-    told = json.loads(json.dumps(as_table(report), allow_nan=False))
-    assert (told["right"], told["logits"]["worst"], told["taps"]) == (False, None, [[3, None]])
-    assert told["logits"]["first"] == 1
+    report = CheckReport(logits(broken, want, 0.5), ((3, float("inf")),), (), ())
+    table = json.loads(json.dumps(as_table(report), allow_nan=False))
+    assert (table["right"], table["logits"]["worst"], table["taps"]) == (False, None, [[3, None]])
+    assert table["logits"]["first"] == 1
 
 
 def test_logits_are_told_as_shares_of_the_references_largest_and_by_row() -> None:
@@ -143,18 +143,18 @@ def one(x: float) -> Array:
     return np.array([x, 1.0], np.float32)
 
 
-def seen(step: str, inputs: Outputs, outputs: Outputs, define: Outputs | None = None) -> Seen:
+def seen(step: str, inputs: Outputs, outputs: Outputs, define: Outputs | None = None) -> TracedStep:
     """Returns a traced step that read and left these values; `define` is what it should leave."""
     ports = {name: name for name in outputs}
-    return Seen("verify", step, "linear", inputs, outputs, ports, lambda: define or {}, 1e-3)
+    return TracedStep("verify", step, "linear", inputs, outputs, ports, lambda: define or {}, 1e-3)
 
 
-def walked(steps: list[Seen], other: Outputs, monkeypatch: pytest.MonkeyPatch) -> Walk:
+def walked(steps: list[TracedStep], other: Outputs, monkeypatch: pytest.MonkeyPatch) -> GraphCheck:
     """Check a verify of these steps against a reference with the values `other`."""
     monkeypatch.setattr(compare, "walks", lambda model: {"verify": lambda tokens, at: None})
     state = SimpleNamespace(tensors={"state": None}, reset=lambda: None)
     session = cast("Session", SimpleNamespace(model=SimpleNamespace(state=state)))
-    show = cast("Tracer", SimpleNamespace(steps=lambda call: iter(steps)))
+    show = cast("StepTracer", SimpleNamespace(steps=lambda call: iter(steps)))
     return walk(session, show, "verify", (1,), 0, other, 0.01, Silent())
 
 
@@ -246,7 +246,7 @@ def test_an_output_of_another_shape_is_named_with_both() -> None:
     left, meant = {"y": np.zeros((2, 3), np.float32)}, {"y": np.zeros((3, 2), np.float32)}
     off = against_definition(seen("s", {}, left, meant))
     assert off
-    report = Report(None, walks=(Walk("verify", 0, 4, off, None, None),))
-    said = "wrong  verify, block 0, operator 4: s (linear): y is of shape [2, 3], not [3, 2]"
-    assert list(lines(report)) == [said, "NOT the same"]
+    report = CheckReport(None, walks=(GraphCheck("verify", 0, 4, off, None, None),))
+    message = "wrong  verify, block 0, operator 4: s (linear): y is of shape [2, 3], not [3, 2]"
+    assert list(lines(report)) == [message, "NOT the same"]
     assert json.dumps(as_table(report), allow_nan=False)

@@ -26,7 +26,7 @@ def made() -> Mapping[str, Array]:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+    ("name", "wrong", "message"),
     [
         ("logits", np.zeros((5, 512), np.float32), r"float32 \[48, 512\].*float32 \[5, 512\]"),
         ("logits", np.zeros((48, 5), np.float32), r"\(got float32 \[48, 5\]\); make it again"),
@@ -41,11 +41,11 @@ def made() -> Mapping[str, Array]:
     ],
 )
 def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
-    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, said: str
+    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, message: str
 ) -> None:
     path = tmp_path / "g.npz"
     np.savez(path, allow_pickle=False, **{**made, name: wrong})
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         fits(read(path), session().model, str(path))
 
 
@@ -62,8 +62,8 @@ def test_what_was_made_of_another_drafter_is_refused() -> None:
     assert set(made) == {"target", "drafter"}
     same({"target": made["target"]}, manifest, "g.npz")
     same(made, replace(manifest, sources={"target": manifest.sources["target"]}), "g.npz")
-    said = r"g.npz must be made of the drafter of the package \(got another config.json: 000"
-    with pytest.raises(RequestError, match=said):
+    message = r"g.npz must be made of the drafter of the package \(got another config.json: 000"
+    with pytest.raises(RequestError, match=message):
         same({**made, "drafter": "0" * 64}, manifest, "g.npz")
 
 
@@ -73,8 +73,10 @@ def test_a_file_without_an_array_is_told_what_a_golden_holds(
 ) -> None:
     path = tmp_path / "g.npz"
     np.savez(path, allow_pickle=False, **{n: x for n, x in made.items() if n != name})
-    said = f"must be a golden file, which holds block, rounds, tokens, logits .got no {name} among"
-    with pytest.raises(RequestError, match=said):
+    message = (
+        f"must be a golden file, which holds block, rounds, tokens, logits .got no {name} among"
+    )
+    with pytest.raises(RequestError, match=message):
         read(path)
 
 

@@ -15,8 +15,23 @@ import pytest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import FAMILIES, Task
-from thor_dflash.calib.studies.heldout import Result, _phases, accept_length, plan, speed_up, tasks
-from thor_dflash.calib.studies.policies import Ran, _pace, faster, length_of, speed, table, valid
+from thor_dflash.calib.studies.heldout import (
+    TaskResult,
+    _phases,
+    accept_length,
+    plan,
+    speed_up,
+    tasks,
+)
+from thor_dflash.calib.studies.policies import (
+    PolicyRun,
+    _pace,
+    faster,
+    length_of,
+    speed,
+    table,
+    valid,
+)
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.telemetry import PhaseTotals
@@ -37,7 +52,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
-def results(session: Session) -> list[Result]:
+def results(session: Session) -> list[TaskResult]:
     # Plain decoding takes a cycle for every token: it answers only the shortest task of a family.
     some = tasks(TASKS)
     short = {task.family: task for task in sorted(some, key=length, reverse=True)}
@@ -49,31 +64,33 @@ def length(task: Task) -> int:
     return len(task.thinking) + len(task.plan)
 
 
-def test_held_out_plans_reach_their_goals(results: list[Result]) -> None:
+def test_held_out_plans_reach_their_goals(results: list[TaskResult]) -> None:
     failed = [(r.task.name, r.reason) for r in results if not r.valid]
     assert len(failed) <= 0.05 * len(results), failed
 
 
-def test_held_out_accept_length(results: list[Result]) -> None:
+def test_held_out_accept_length(results: list[TaskResult]) -> None:
     assert accept_length(results) >= 5
     for family in FAMILIES:
         assert accept_length(r for r in results if r.task.family == family) >= 5
 
 
-def test_speculation_is_exact_and_at_least_twice_as_fast(results: list[Result]) -> None:
+def test_speculation_is_exact_and_at_least_twice_as_fast(results: list[TaskResult]) -> None:
     # `plan` itself compares the tokens of both ways of decoding.
     both = [r for r in results if r.plain]
     assert {r.task.family for r in both} == set(FAMILIES)
     assert speed_up(both) >= 2
 
 
-def test_without_thinking_it_answers_at_once(results: list[Result], session: Session) -> None:
+def test_without_thinking_it_answers_at_once(results: list[TaskResult], session: Session) -> None:
     result = plan(session, results[0].task, thinking=False, plain=False)
     assert result.valid, result.reason
     assert len(result.tokens) < len(results[0].tokens)
 
 
-def test_padding_of_the_vocabulary_is_never_chosen(results: list[Result], session: Session) -> None:
+def test_padding_of_the_vocabulary_is_never_chosen(
+    results: list[TaskResult], session: Session
+) -> None:
     assert session.manifest.vocab_limit < session.manifest.target.vocab
     assert max(t for r in results for t in r.tokens) < session.manifest.vocab_limit
 
@@ -96,7 +113,7 @@ def test_the_time_of_a_cycle_is_told_without_the_prompt_s_phases() -> None:
     assert _phases([result, result]) == "propose+verify+accept+observe 7.00"
 
 
-def told(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) -> Any:
+def report_of(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) -> Any:
     return SimpleNamespace(
         timings=SimpleNamespace(e2e_ms=e2e_ms),
         spec=SimpleNamespace(cycles=cycles, accept_len=accept_len),
@@ -106,17 +123,19 @@ def told(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) ->
 
 def test_figures_of_many_tasks_weigh_every_cycle_and_every_second_alike() -> None:
     some: Any = [
-        SimpleNamespace(report=told(10, 2.0, 300), plain=told(20, 1.0, 300)),
-        SimpleNamespace(report=told(30, 6.0, 100), plain=told(180, 1.0, 500)),
-        SimpleNamespace(report=told(0, 0.0, 50), plain=None),
+        SimpleNamespace(report=report_of(10, 2.0, 300), plain=report_of(20, 1.0, 300)),
+        SimpleNamespace(report=report_of(30, 6.0, 100), plain=report_of(180, 1.0, 500)),
+        SimpleNamespace(report=report_of(0, 0.0, 50), plain=None),
     ]
     assert accept_length(some) == 5.0
     assert speed_up(some) == 2.0
 
 
 def test_policies_are_compared_task_by_task() -> None:
-    slow = [Ran((1,) * n, told(n, 1.0, thought=n), 2.0, 1.0) for n in (10, 30, 80)]
-    fast = [Ran((1,) * n, told(5, n / 5, thought=n), 1.0, 0.25, n < 40) for n in (10, 30, 40)]
+    slow = [PolicyRun((1,) * n, report_of(n, 1.0, thought=n), 2.0, 1.0) for n in (10, 30, 80)]
+    fast = [
+        PolicyRun((1,) * n, report_of(5, n / 5, thought=n), 1.0, 0.25, n < 40) for n in (10, 30, 40)
+    ]
     assert [run.speed for run in fast] == [10, 30, 40]
     assert [run.cycle_ms for run in fast] == [200] * 3
     assert (speed(slow), speed(fast)) == (15, 30)

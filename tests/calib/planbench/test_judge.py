@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.judge import judge_scene
 from thor_dflash.calib.planbench.scene import (
     Goal,
@@ -154,7 +154,7 @@ def run(scene: Scene, *steps: tuple[str, dict[str, str]]) -> str | None:
     """Returns why the first impossible step is impossible; None if all are possible."""
     world = World(scene)
     for skill, args in steps:
-        reason = world.apply(Step(skill, args))
+        reason = world.apply(PlanStep(skill, args))
         if reason is not None:
             return reason
     return None
@@ -314,7 +314,7 @@ def test_a_task_that_cannot_be_done_wants_a_question_and_no_steps() -> None:
 def test_a_failed_step_changes_nothing() -> None:
     world = World(TABLE)
     before = (dict(world.where), dict(world.holding))
-    assert world.apply(Step("pick", {"object": "mug"})) is not None
+    assert world.apply(PlanStep("pick", {"object": "mug"})) is not None
     assert (world.where, world.holding) == before
 
 

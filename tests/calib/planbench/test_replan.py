@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from thor_dflash.calib.planbench import Task, judge, task_from_line
-from thor_dflash.calib.planbench.executor import Step, World
+from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.planner import plan_steps
 from thor_dflash.calib.planbench.replan import again
 
@@ -16,7 +16,7 @@ TASKS = [task_from_line(line) for line in HELDOUT.read_text().splitlines()]
 BEHIND_DOORS = next(task for task in TASKS if task.name == "mobile/1")
 
 
-def written(steps: list[Step]) -> str:
+def written(steps: list[PlanStep]) -> str:
     listed = [
         {"id": i, "skill": step.skill, "args": step.args, "on_fail": "replan"}
         for i, step in enumerate(steps, 1)
@@ -26,7 +26,7 @@ def written(steps: list[Step]) -> str:
 
 def test_the_rest_is_asked_of_the_world_as_it_then_is() -> None:
     """A plan as planner-nano makes it for this task: it opens the wrong door first."""
-    wrong = [Step("open", {"target": "lab_door"}), Step("goto", {"place": "sink"})]
+    wrong = [PlanStep("open", {"target": "lab_door"}), PlanStep("goto", {"place": "sink"})]
     rest = again(BEHIND_DOORS, written(wrong))
     assert rest
     assert rest.scene == replace(BEHIND_DOORS.scene, opened=("lab_door",))
@@ -36,7 +36,7 @@ def test_the_rest_is_asked_of_the_world_as_it_then_is() -> None:
 
 
 def test_a_plan_without_a_possible_step_is_not_asked_again() -> None:
-    assert again(BEHIND_DOORS, written([Step("goto", {"place": "sink"})])) is None
+    assert again(BEHIND_DOORS, written([PlanStep("goto", {"place": "sink"})])) is None
     assert again(BEHIND_DOORS, written([])) is None
 
 
@@ -57,7 +57,10 @@ def test_what_was_turned_on_stays_on_when_asked_anew() -> None:
     found = 0
     for task in TASKS:
         for place in task.scene.places:
-            steps = [Step("goto", {"place": place.name}), Step("turn_on", {"device": place.name})]
+            steps = [
+                PlanStep("goto", {"place": place.name}),
+                PlanStep("turn_on", {"device": place.name}),
+            ]
             if run(World(task.scene), steps):
                 rest = again(task, written(steps))
                 assert rest
@@ -67,6 +70,6 @@ def test_what_was_turned_on_stays_on_when_asked_anew() -> None:
     assert found > 20
 
 
-def run(world: World, steps: list[Step]) -> bool:
+def run(world: World, steps: list[PlanStep]) -> bool:
     """Whether every step is possible. (A fixed arm, for one, cannot `goto`.)"""
     return all(world.apply(step) is None for step in steps)

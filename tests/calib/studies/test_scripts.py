@@ -27,26 +27,26 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     """Run a script as `python -m` does; return its exit status."""
     name, *arguments = split(line)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.delitem(sys.modules, f"thor_dflash.calib.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"thor_dflash.calib.studies.{name}", raising=False)
     with pytest.raises(SystemExit) as caught:
-        runpy.run_module(f"thor_dflash.calib.{name}", run_name="__main__")
+        runpy.run_module(f"thor_dflash.calib.studies.{name}", run_name="__main__")
     return caught.value.code
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("constrained /none/p /none/t", "/none/t must be a readable file (got: No such file"),
+        ("grammar_quality /none/p /none/t", "/none/t must be a readable file (got: No such file"),
         (
-            f"constrained /none/p {quote(__file__)}",
+            f"grammar_quality /none/p {quote(__file__)}",
             f"{__file__} must hold a task a line (got: JSOND",
         ),
-        ("constrained /none/p /dev/null", "/dev/null must hold a task a line (got an empty"),
-        (f"constrained /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
+        ("grammar_quality /none/p /dev/null", "/dev/null must hold a task a line (got an empty"),
+        (f"grammar_quality /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
         ("heldout --package /none/p", "/none/p must be a package directory (got nothing"),
-        ("masks /none/p", "/none/p must hold a tokenizer.json (got none)"),
-        (f"prefixes /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
-        ("measure_policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
+        ("grammar_cost /none/p", "/none/p must hold a tokenizer.json (got none)"),
+        (f"prefix_saving /none/p {GIVEN}", "/none/p must be a package directory (got nothing"),
+        ("policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
 def test_a_file_that_is_not_there_is_one_line(
@@ -62,11 +62,11 @@ def test_a_package_without_a_tokenizer_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = quote(str(session().model.engine.package))  # type: ignore[attr-defined]
-    for line in (f"constrained {package} {GIVEN} --count 1", f"prefixes {package} {GIVEN}",
+    for line in (f"grammar_quality {package} {GIVEN} --count 1", f"prefix_saving {package} {GIVEN}",
                  f"heldout --package {package} --limit 1"):  # fmt: skip
         assert ended(monkeypatch, line) == 2
-        said = "the package must have a tokenizer.json (got one without)"
-        assert capsys.readouterr().err.splitlines()[-1] == said
+        message = "the package must have a tokenizer.json (got one without)"
+        assert capsys.readouterr().err.splitlines()[-1] == message
 
 
 def test_a_package_without_a_drafter_is_one_line(
@@ -75,20 +75,20 @@ def test_a_package_without_a_drafter_is_one_line(
     config = BuildConfig(chunk=64, capacity=1024)
     build(MODEL / "target", None, tmp_path / "package", config, Silent())
     package = quote(str(tmp_path / "package"))
-    for name in ("constrained", "prefixes"):
+    for name in ("grammar_quality", "prefix_saving"):
         assert ended(monkeypatch, f"{name} {package} {GIVEN} --count 1") == 2
-        said = "drafter must be none, the package has no drafter (got dflash)"
-        assert capsys.readouterr().err.splitlines()[-1] == said
+        message = "drafter must be none, the package has no drafter (got dflash)"
+        assert capsys.readouterr().err.splitlines()[-1] == message
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"constrained /none/p {GIVEN} --count 0", "--count: must be an integer >= 1 (got 0)"),
+        (f"grammar_quality /none/p {GIVEN} --count 0", "--count: must be an integer >= 1 (got 0)"),
         ("heldout --package /none/p --limit -1", "--limit: must be an integer >= 1 (got -1)"),
-        (f"prefixes /none/p {GIVEN} --count x", "--count: must be an integer >= 1 (got x)"),
-        (f"measure_policies {PAIR} --tasks 0", "--tasks: must be an integer >= 1 (got 0)"),
-        (f"measure_policies {PAIR} nothing", "or width (got nothing)"),
+        (f"prefix_saving /none/p {GIVEN} --count x", "--count: must be an integer >= 1 (got x)"),
+        (f"policies {PAIR} --tasks 0", "--tasks: must be an integer >= 1 (got 0)"),
+        (f"policies {PAIR} nothing", "or width (got nothing)"),
     ],
 )
 def test_a_wrong_option_is_named(

@@ -60,7 +60,7 @@ def test_one_command_measures_everything(
 @contextmanager
 def opened(folder: Path, widths: tuple[int, ...]) -> Iterator[cuda_bench.CudaBench]:
     """A bench of the small shape; its package is in `folder`."""
-    made = synthetic.write_hollow("small", folder, BuildConfig(engine="cuda"), widths)
+    made = synthetic.write_synthetic("small", folder, BuildConfig(engine="cuda"), widths)
     weights = RandomWeights(folder, folder)
     with closing(CudaEngine(folder, EngineConfig(), Silent(), weights)) as engine:
         yield cuda_bench.open_bench(engine, made, 4096, widths, folder)

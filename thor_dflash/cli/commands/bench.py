@@ -186,14 +186,14 @@ def _variant(
 
 def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()) -> Manifest:
     """Write a package without weights, and with a reduced draft head, to the directory `out`."""
-    from thor_dflash.builders.synthetic import write_hollow
+    from thor_dflash.builders.synthetic import write_synthetic
 
     with tempfile.TemporaryDirectory() as directory:
         ids = Path(directory) / "draft_ids.json"
         ids.write_text(json.dumps(list(range(DRAFT_VOCABULARY))))
         build = variant.build
         build = dataclasses.replace(build, draft_ids=build.draft_ids or str(ids))
-        return write_hollow(shape, out, build, widths, fused=variant.fused)
+        return write_synthetic(shape, out, build, widths, fused=variant.fused)
 
 
 # ---- ready ---------------------------------------------------------------------------------------

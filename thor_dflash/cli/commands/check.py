@@ -20,8 +20,8 @@ from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package import manifest as package_manifest
 
 if TYPE_CHECKING:
-    from thor_dflash.calib.check.compare import Logits, Reference, Report, Walk
-    from thor_dflash.calib.check.tolerance import Off
+    from thor_dflash.calib.check.compare import CheckReport, GraphCheck, Logits, Reference
+    from thor_dflash.calib.check.tolerance import Deviation
     from thor_dflash.package.manifest import Manifest
     from thor_dflash.runtime.session import Session
 
@@ -154,7 +154,7 @@ def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     return Session(ModelRunner(engine, own, capacity, block, (config.chunk or found.chunk,)), None)
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: CheckReport) -> Iterator[str]:
     """The report as text."""
     if report.logits is not None:
         yield _logits(report.logits)
@@ -177,14 +177,14 @@ def _logits(found: Logits) -> str:
     )
 
 
-def _walk(walk: Walk) -> Iterator[str]:
+def _walk(walk: GraphCheck) -> Iterator[str]:
     where = f"{walk.graph}, block {walk.block}"
     if walk.wrong is None:
         yield f"ok     {where}: {amount(walk.operators, 'operators')} as defined"
     else:
         off = walk.wrong
         yield (
-            f"wrong  {where}, operator {walk.operators}: {off.step} ({off.room}): {off.output} "
+            f"wrong  {where}, operator {walk.operators}: {off.step} ({off.op}): {off.output} "
             f"{_off(off)}"
         )
     if walk.parts is not None:
@@ -199,7 +199,7 @@ def _walk(walk: Walk) -> Iterator[str]:
         yield f"       furthest from the reference: {furthest.step}, by {furthest.left:.2g}"
 
 
-def _off(off: Off) -> str:
+def _off(off: Deviation) -> str:
     if off.shapes is not None:
         have, want = off.shapes
         return f"is of shape {list(have)}, not {list(want)}"
@@ -209,7 +209,7 @@ def _off(off: Off) -> str:
     )
 
 
-def as_table(report: Report) -> dict[str, object]:
+def as_table(report: CheckReport) -> dict[str, object]:
     """The report for JSON, with null for infinities and NaN, which JSON lacks."""
     return {"right": report.right, **_finite(asdict(report))}
 
