@@ -24,11 +24,7 @@ EXAMPLES = ROOT / "docs/examples"
 README = ROOT / "README.md"
 PAGES = [
     README,
-    *sorted(
-        page
-        for page in (ROOT / "docs").rglob("*.md")
-        if page.parent.name not in ("measurements", "performance")
-    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINKED = sorted(page for page in ROOT.rglob("*.md") if not {".venv", "build"} & {*page.parts})
 """Every page; those of a link to a folder are there twice, and resolve."""

@@ -127,7 +127,7 @@ def run(package: Path, limit: int | None, thinking: bool, progress: Progress) ->
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables of docs/measurements."""
+    """Print the tables of docs/performance."""
     parser = argparse.ArgumentParser(description="planner-nano on its held-out tasks")
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--limit", type=script.count, help="first so many tasks")

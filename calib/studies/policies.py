@@ -1,4 +1,4 @@
-"""What each decoding policy costs and gains on planner-nano: the tables of docs/measurements.
+"""What each decoding policy costs and gains on planner-nano: the tables of docs/performance/planner-nano.md.
 
 python -m thor_dflash.calib.studies.policies --target DIR --drafter DIR [--tasks N] [SECTION ...]
 

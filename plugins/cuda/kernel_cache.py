@@ -22,7 +22,7 @@ SHARED_SHARE = 100
 """Preferred shared-memory carveout of every kernel, in percent of the memory that shared memory and
 L1 cache divide. Kernels with different carveouts may not overlap on the device, but blocks of the
 next kernel should start before this one's have exited. Source: CUDA Driver API,
-cuFuncSetCacheConfig; worth 0.06 ms of a verify on an H100, docs/measurements."""
+cuFuncSetCacheConfig; worth 0.06 ms of a verify on an H100."""
 
 Image = tuple[Path, tuple[tuple[str, int], ...]]
 """Identifies a cubin: source and constants."""

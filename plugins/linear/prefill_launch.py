@@ -51,7 +51,7 @@ WIDE, SLIM = PIECE_TILES, PIECE_TILES // 2
 COSTS = {(WIDE, HIGH): 1.0, (WIDE, LOW): 0.61, (SLIM, HIGH): 0.626, (SLIM, LOW): 0.404}
 """Relative time that an item takes on a multiprocessor, to a few percent: measured with steps of
 2,048 rows cut into items of one size only, on 16 multiprocessors of an H100.
-Source: docs/measurements/2026-11-23-cuda-15.md."""
+Source: part 15 of the diary, git tag measurements-diary."""
 
 
 @dataclass(frozen=True, slots=True)

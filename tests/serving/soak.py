@@ -1,4 +1,4 @@
-"""The long checks of serving, which are run by hand and reported in docs/measurements.
+"""The long checks of serving, which are run by hand and reported in docs/performance/serving.md.
 
     python tests/serving/soak.py PKG control|overhead|cancel|hostile|soak [COUNT]
 

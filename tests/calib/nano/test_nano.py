@@ -38,7 +38,7 @@ from thor_dflash.runtime.decoding.telemetry import PhaseTotals
 from thor_dflash.runtime.session import Session, open_session
 
 TASKS = 36
-"""How many of the 120 held-out tasks are run. Families alternate in them. docs/measurements has the
+"""How many of the 120 held-out tasks are run. Families alternate in them. docs/performance has the
 results of all.
 """
 

@@ -1,0 +1,232 @@
+"""Writes the tables and figures of docs/performance from the raw results beside it.
+
+    python docs/performance/generate.py            # rewrite the pages
+    python docs/performance/generate.py --check    # exit 1 if a page would change
+
+A page holds its text and, between `<!-- begin NAME -->` and `<!-- end -->`, what this writes.
+record.py makes the results. Those that were copied from the measurement diary ("transcribed") are
+shown only while there is no raw result of their kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+NOTHING = "*Not measured yet.*"
+WIDTH = 40
+"""Characters of the longest bar of a figure."""
+
+UNNAMED = ("gpu", "cpu", "system")
+"""Facts about a machine that need no name."""
+
+Result = dict[str, Any]
+Table = list[list[Any]]
+
+
+def results(kind: str) -> list[Result]:
+    """The results of a kind by name; transcribed ones only if there are no others."""
+    pattern = re.compile(rf"{re.escape(kind)}(-[\w-]*)?\.json")
+    paths = [path for path in sorted(RESULTS.glob("*.json")) if pattern.fullmatch(path.name)]
+    found = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
+    return [one for one in found if not one.get("transcribed")] or found
+
+
+def number(value: object) -> str:
+    """A cell: three significant digits or more."""
+    if not isinstance(value, float):
+        return str(value)
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def markdown(table: Table) -> str:
+    """A table of Markdown; every column but the first is aligned to the right."""
+    head, *rows = [[number(cell) for cell in row] for row in table]
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)).replace(
+        "| --- ", "|---"
+    )
+
+
+def bars(rows: Sequence[tuple[str, float]], unit: str) -> str:
+    """A figure: one bar for each value, from 0."""
+    wide, most = max(len(name) for name, _ in rows), max(value for _, value in rows)
+    lines = [
+        f"{name:<{wide}} {'█' * max(1, round(WIDTH * value / most))} {number(float(value))} {unit}"
+        for name, value in rows
+    ]
+    return "\n".join(("```", *(line.rstrip() for line in lines), "```"))
+
+
+# ---- the parts of pages --------------------------------------------------------------------------
+def figures(kind: str, pattern: str) -> Callable[[], str]:
+    """A table of the figures whose names match, one column for each result."""
+
+    def write() -> str:
+        found = results(kind)
+        named = [{row["name"]: row for row in one["data"]} for one in found]
+        names = dict.fromkeys(name for rows in named for name in rows if re.search(pattern, name))
+        if not names:
+            return NOTHING
+        columns = [f"{one['date']}, {i + 1}" for i, one in enumerate(found)]
+        wanted = any(row.get("must") for rows in named for row in rows.values())
+        table: Table = [["", "unit", *(["wanted"] if wanted else []), *columns]]
+        for name in names:
+            cells = [rows.get(name) for rows in named]
+            first = next(cell for cell in cells if cell)
+            must = [first.get("must") or ""] if wanted else []
+            table.append([name, first["unit"], *must, *(c["value"] if c else "" for c in cells)])
+        return markdown(table)
+
+    return write
+
+
+def figure_bars(kind: str, pattern: str) -> Callable[[], str]:
+    """A figure of the values whose names match, of the last result that has them."""
+
+    def write() -> str:
+        for one in reversed(results(kind)):
+            rows = [row for row in one["data"] if re.search(pattern, row["name"])]
+            if rows:
+                return bars([(row["name"], row["value"]) for row in rows], rows[0]["unit"])
+        return NOTHING
+
+    return write
+
+
+def share_bars(kind: str, section: str) -> Callable[[], str]:
+    """A figure of the shares of the read rate that the notes of a section give."""
+
+    def write() -> str:
+        for one in reversed(results(kind)):
+            rows = [row for row in one["data"] if row["section"] == section]
+            found = [(r["name"], re.search(r"(\d+)% of read rate", r["note"])) for r in rows]
+            if found:
+                return bars([(n, float(m[1])) for n, m in found if m], "% of read rate")
+        return NOTHING
+
+    return write
+
+
+def table(kind: str, name: str) -> Callable[[], str]:
+    """A table as it was recorded."""
+
+    def write() -> str:
+        found = [one["data"][name] for one in results(kind) if name in one["data"]]
+        return "\n\n".join(markdown(each) for each in found) or NOTHING
+
+    return write
+
+
+def table_bars(kind: str, name: str, column: int, unit: str) -> Callable[[], str]:
+    """A figure of one column of a recorded table."""
+
+    def write() -> str:
+        found = [one["data"][name] for one in results(kind) if name in one["data"]]
+        if not found:
+            return NOTHING
+        return bars([(str(row[0]), float(row[column])) for row in found[-1][1:]], unit)
+
+    return write
+
+
+def sources(*kinds: str) -> Callable[[], str]:
+    """Where the numbers of a page come from."""
+
+    def write() -> str:
+        lines: list[str] = []
+        for one in (one for kind in kinds for one in results(kind)):
+            parts = [one["date"]]
+            for name, value in (*one["machine"].items(), *one["versions"].items()):
+                parts += [value if name in UNNAMED else f"{name} {value}"]
+            parts += [f"commit {one['commit']}"] if one["commit"] else []
+            if one.get("transcribed"):
+                parts += [f"copied from `{one['page']}` of the diary"]
+            parts += [one["note"]] if "note" in one else []
+            path = f"[{one['file']}](results/{one['file']})"
+            lines += [f"* {path}: `{one['command']}`; {'; '.join(parts)}."]
+        return "\n".join(lines) or NOTHING
+
+    return write
+
+
+KINDS = r"^(layers\.|in_proj|out_proj|gate_up|down_proj|qkv|o_proj|head)"
+PARTS: dict[str, Callable[[], str]] = {
+    "verify": figures("bench", r"^(verify at|cycle at|plain step)"),
+    "verify figure": figure_bars("bench", r": (verify|cycle)$"),
+    "linear": figures("bench", r"^(linears of a verify, share|the same linears)"),
+    "linear launches": figures("bench", KINDS),
+    "linear figure": share_bars("bench", "linears of a verify, one by one"),
+    "gdn": figures("bench", r"^(gdn of a verify|verify: gdn)"),
+    "gdn figure": figure_bars("bench", r"^(states instead of records: verify|verify at 2048)$"),
+    "attention": figures("bench", r"^(growth from|verify: verify_attention)"),
+    "contexts": table("contexts", "contexts"),
+    "attention figure": table_bars("contexts", "contexts", 1, "ms"),
+    "prefill": figures("bench", r"^prefill of"),
+    "prompts": table("prompts", "prompts"),
+    "prefill figure": table_bars("prompts", "steps", 1, "ms"),
+    "host": figures("bench", r"^host time"),
+    "schema cycles": table("schema-cycles", "cycles"),
+    "host figure": table_bars("host-processors", "processors", 1, "us"),
+    "startup": figures("startup", r"^(reading the package|from process start to ready)"),
+    "startup figure": figure_bars("startup", r"^(reading the package|from process start)"),
+    "serving": table("serving", "serving"),
+    "heldout": table("heldout", "heldout"),
+    "heldout figure": table_bars("heldout", "tokens per cycle", 1, "cycles"),
+    "relaxed": table("policies", "relaxed"),
+    "width": table("policies", "width"),
+    "grammar": table("grammar", "grammar"),
+    "numerics": table("numerics", "numerics"),
+    "builds": table("numerics", "builds"),
+    "numerics figure": table_bars("numerics", "builds", 4, "%"),
+    "bench sources": sources("bench"),
+    "attention sources": sources("bench", "contexts"),
+    "prefill sources": sources("bench", "prompts"),
+    "host sources": sources("bench", "schema-cycles", "host-processors"),
+    "startup sources": sources("startup"),
+    "serving sources": sources("serving"),
+    "planner sources": sources("heldout", "policies", "grammar"),
+    "numerics sources": sources("numerics"),
+}
+
+
+def page(text: str) -> str:
+    """A page with its parts written anew."""
+    return re.sub(
+        r"(<!-- begin ([\w -]+?) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}",
+        text,
+        flags=re.S,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    args = parser.parse_args(argv)
+    stale: list[str] = []
+    for path in sorted(HERE.glob("*.md")):
+        old = path.read_text(encoding="utf-8")
+        new = page(old)
+        if new != old:
+            stale += [path.name]
+            if not args.check:
+                path.write_text(new, encoding="utf-8")
+    if args.check and stale:
+        print(f"pages differ from their results: {', '.join(stale)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
