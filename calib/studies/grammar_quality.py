@@ -60,23 +60,22 @@ class Arm:
     decode_ms: float = 0.0
     compile_ms: list[float] = field(default_factory=list[float])
 
-    def row(self) -> str:
-        """A line of the table."""
+    def row(self) -> Sequence[object]:
+        """A row of the table; see HEADER."""
         n = max(1, self.tasks)
-        grammar = f"{1e6 * median(self.seconds):.0f}" if self.seconds else "-"
-        ms = self.decode_ms / n
+        counts = (self.stopped, self.schema_valid, self.executor_valid, self.again_valid)
         return (
-            f"| {self.name} | {self.stopped}/{n} | {self.schema_valid}/{n} | "
-            f"{self.executor_valid}/{n} | {self.again_valid}/{n} | "
-            f"{self.tokens / max(1, self.cycles):.2f} | "
-            f"{100 * self.forced / max(1, self.tokens):.0f} % | {grammar} | {ms:.0f} |"
+            self.name,
+            *(f"{count}/{n}" for count in counts),
+            round(self.tokens / max(1, self.cycles), 2),
+            round(100 * self.forced / max(1, self.tokens)),
+            round(1e6 * median(self.seconds)) if self.seconds else "",
+            round(self.decode_ms / n),
         )
 
 
-HEADER = (
-    "| decoding | stopped | schema | executor | replanned | accept length (answer) | forced | "
-    "grammar us/cycle | decode ms/plan |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
-)
+HEADER = ("decoding", "stopped", "schema", "executor", "after one replan",
+          "accept length (answer)", "forced, %", "grammar us/cycle", "decode ms/plan")  # fmt: skip
 
 
 def schema_of(scene: Scene) -> Schema:
@@ -161,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=script.count, default=120)
     parser.add_argument("--plain", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     args = parser.parse_args(argv)
     tasks = script.read_tasks(args.heldout, args.count)
     session = open_session(args.package, EngineConfig(threads=args.threads), Silent())
@@ -171,12 +171,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         assert got[1] == got[2], f"{task.name}: forced ids must change no token"
         if number < args.plain:
             same += run(session, task, plain, NoDrafter()) == got[2]
-    print(HEADER)
-    print("\n".join(arm.row() for arm in (*arms, plain) if arm.tasks))
     first = arms[1].compile_ms
-    print(f"\nplain constrained decoding gave the same tokens in {same} of {plain.tasks} tasks")
-    print(f"compilation: median {median(first):.1f} ms, longest {max(first):.1f} ms")
-    print(f"{len(tasks)} tasks in {time.perf_counter() - begin:.0f} s")
+    tables: dict[str, script.Table] = {
+        "grammar": [HEADER, *(arm.row() for arm in (*arms, plain) if arm.tasks)],
+        "run": [
+            ("", "value"),
+            ("tasks with the same tokens without a drafter", f"{same}/{plain.tasks}"),
+            ("compilation, median, ms", round(median(first), 1)),
+            ("compilation, longest, ms", round(max(first), 1)),
+            ("time of all tasks, s", round(time.perf_counter() - begin)),
+        ],
+    }
+    script.show(tables.items(), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from thor_dflash.calib.demo import MODEL, histogram
+from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.calib.studies import script
 from thor_dflash.config.tree import EngineConfig
@@ -87,31 +87,39 @@ def speed_up(results: Iterable[TaskResult]) -> float:
     return sum(p for p, _ in both) / sum(f for _, f in both)
 
 
-def table(results: Sequence[TaskResult]) -> str:
-    """Per family and over all, as Markdown."""
-    rows = ["| family | tasks | valid | accept length | tok/s | request to plan, s | speed-up |",
-            "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+def table(results: Sequence[TaskResult]) -> script.Table:
+    """Per family and over all."""
+    rows: list[Sequence[object]] = [
+        ("family", "tasks", "valid, %", "accept length", "tok/s", "request to plan, s", "speed-up")
+    ]
     for name in (*FAMILIES, "all"):
         some = [r for r in results if name in ("all", r.task.family)]
         if not some:
             continue
-        faster = f"{speed_up(some):.2f}x" if some[0].plain else ""
+        timings = [r.report.timings for r in some]
         rows.append(
-            f"| {name} | {len(some)} | {100 * mean(r.valid for r in some):.1f}% "
-            f"| {accept_length(some):.2f} | {median(r.report.timings.tok_s for r in some):.0f} "
-            f"| {median(r.report.timings.e2e_ms for r in some) / 1e3:.2f} | {faster} |"
+            (
+                name,
+                len(some),
+                round(100 * mean(r.valid for r in some), 1),
+                round(accept_length(some), 2),
+                round(median(t.tok_s for t in timings)),
+                round(median(t.e2e_ms for t in timings) / 1e3, 2),
+                round(speed_up(some), 2) if some[0].plain else "",
+            )
         )
-    return "\n".join(rows)
+    return rows
 
 
-def _phases(results: Sequence[TaskResult]) -> str:
+def _phases(results: Sequence[TaskResult]) -> script.Table:
+    """Milliseconds of each phase in a cycle."""
     totals: dict[str, float] = {}
     for r in results:
         for name, ms in r.report.timings.phases_ms.items():
             totals[name] = totals.get(name, 0.0) + ms
     cycles = sum(r.report.spec.cycles for r in results)
     per_cycle = {n: ms / cycles for n, ms in totals.items() if not n.startswith(PROMPT)}
-    return ", ".join(f"{name} {ms:.2f}" for name, ms in per_cycle.items())
+    return [("phase", "ms a cycle"), *((n, round(ms, 2)) for n, ms in per_cycle.items())]
 
 
 def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[TaskResult]:
@@ -132,15 +140,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--limit", type=script.count, help="first so many tasks")
     parser.add_argument("--thinking", choices=("on", "off"), default="on")
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     args = parser.parse_args(argv)
     results = run(args.package, args.limit, args.thinking == "on", choose(sys.stderr))
-    print(table(results))
     hist = [sum(c) for c in zip(*(r.report.spec.accept_hist for r in results), strict=True)]
-    print(f"\ntokens per cycle 1..{len(hist)}: {hist} {histogram(tuple(hist))}")
-    print(f"ms a cycle: {_phases(results)}")
-    for r in results:
-        if not r.valid:
-            print(f"not valid: {r.task.name}: {r.reason}")
+    tables: dict[str, script.Table] = {
+        "heldout": table(results),
+        "tokens per cycle": [("tokens", "cycles"), *enumerate(hist, 1)],
+        "phases": _phases(results),
+        "not valid": [("task", "reason"), *((r.task.name, r.reason) for r in results if r.reason)],
+    }
+    script.show(tables.items(), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What each decoding policy costs and gains on planner-nano: the tables of docs/performance/planner-nano.md.
+"""What each decoding policy costs and gains on planner-nano.
 
-python -m thor_dflash.calib.studies.policies --target DIR --drafter DIR [--tasks N] [SECTION ...]
+python -m thor_dflash.calib.studies.policies --target DIR --drafter DIR [--json] [SECTION ...]
 
 Times are CPU times of the process on one thread, so that a machine that is busy with something else
 does not matter; compared ways take turns, and medians of their ratios are shown. Accept lengths do
@@ -187,15 +187,7 @@ def valid(runs: Sequence[PolicyRun]) -> str:
     return f"{sum(r.valid for r in runs)}/{len(runs)}"
 
 
-def table(*rows: Sequence[object]) -> Iterator[str]:
-    """Markdown; the first row is the header."""
-    texts = [[f"{c:.2f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
-    yield "| " + " | ".join(texts[0]) + " |"
-    yield "|" + "---|" * len(texts[0])
-    yield from ("| " + " | ".join(row) + " |" for row in texts[1:])
-
-
-def budgets(bench: StudyPackages) -> Iterator[str]:
+def budgets(bench: StudyPackages) -> Iterator[script.Table]:
     """Decode speed with a budget that never fires, and with one that does."""
     session = bench.session()
     free, idle, cut = list[PolicyRun](), list[PolicyRun](), list[PolicyRun]()
@@ -210,17 +202,16 @@ def budgets(bench: StudyPackages) -> Iterator[str]:
         (name, speed(runs), faster(runs, free), length_of(runs), valid(runs))
         for name, runs in (("none", free), ("inert", idle), ("at half the thoughts", cut))
     ]
-    yield from table(("budget", "tok/s", "speed against none", "accept length", "valid"), *rows)
+    yield [("budget", "tok/s", "speed against none", "accept length", "valid"), *rows]
     hard = [part(cut, phase) for phase in ("thinking", "closing", "answer")]
-    yield ""
-    yield from table(
+    yield [
         ("phase, closed by force", "blocks", "tokens", "drafted", "accepted"),
         *((n, p.cycles, p.committed, p.drafted, p.accepted)
           for n, p in zip(("thinking", "closing", "answer"), hard, strict=True)),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def relaxing(bench: StudyPackages) -> Iterator[str]:
+def relaxing(bench: StudyPackages) -> Iterator[script.Table]:
     """Accept length and speed of thinking, and the plans that come of it."""
     session, rules = bench.session(), (None, RelaxedConfig(), RelaxedConfig(rule="delta"))
     runs: list[list[PolicyRun]] = [[] for _ in rules]
@@ -233,7 +224,7 @@ def relaxing(bench: StudyPackages) -> Iterator[str]:
         rows.append((name, p.committed / p.cycles, p.relaxed, gain, length_of(done), valid(done)))
     head = ("accept", "accept length thinking", "relaxed drafts", "thinking tok/s against strict",
             "accept length", "valid")  # fmt: skip
-    yield from table(head, *rows)
+    yield [head, *rows]
 
 
 def _pace(runs: Sequence[PolicyRun]) -> float:
@@ -255,7 +246,7 @@ def _texts(
         yield f"ordinary, {task.family}", prompt_of(session, task), DflashDrafter()
 
 
-def gates(bench: StudyPackages) -> Iterator[str]:
+def gates(bench: StudyPackages) -> Iterator[script.Table]:
     """Degenerate and ordinary texts: plain, drafted and gated in turns."""
     session, costs = bench.session(), StepCosts()
     rows: list[Sequence[object]] = []
@@ -275,10 +266,10 @@ def gates(bench: StudyPackages) -> Iterator[str]:
         rows.append((name, length_of(drafted), costs.even, *times, f"{skipped}/{cycles}"))
     head = ("text", "accept length ungated", "even", "drafted / plain, time",
             "gated / plain, time", "gated blocks")  # fmt: skip
-    yield from table(head, *rows)
+    yield [head, *rows]
 
 
-def options(bench: StudyPackages) -> Iterator[str]:
+def options(bench: StudyPackages) -> Iterator[script.Table]:
     """Accept length as a function of each drafter option."""
     session = bench.session()
     window = min(layer.window for layer in session.manifest.drafter.layers if layer.window) \
@@ -293,10 +284,10 @@ def options(bench: StudyPackages) -> Iterator[str]:
     for name, draft in tries:
         runs = [ask(session, task, draft=draft) for task in bench.tasks]
         rows.append((name, length_of(runs)))
-    yield from table(("drafter sees", "accept length"), *rows)
+    yield [("drafter sees", "accept length"), *rows]
 
 
-def rollbacks(bench: StudyPackages) -> Iterator[str]:
+def rollbacks(bench: StudyPackages) -> Iterator[script.Table]:
     """Records, states, and the classic snapshot and replay."""
     kept: dict[str, list[PolicyRun]] = {"records": [], "states": []}
     for task in bench.tasks:
@@ -312,7 +303,7 @@ def rollbacks(bench: StudyPackages) -> Iterator[str]:
                 zip(bench.tasks, kept["records"], strict=True)]  # fmt: skip
     copied = median(copied for _, copied in replayed)
     rows.append(("replay", f"{copied / 1e6:.2f} copied a cycle", median(m for m, _ in replayed), 2))
-    yield from table(("rollback", "recurrent state, MB", "ms a cycle", "verifies a cycle"), *rows)
+    yield [("rollback", "recurrent state, MB", "ms a cycle", "verifies a cycle"), *rows]
 
 
 def _replay(session: Session, task: Task, run: PolicyRun) -> tuple[float, float]:
@@ -334,7 +325,7 @@ def _replay(session: Session, task: Task, run: PolicyRun) -> tuple[float, float]
     return 1e3 * spent / cycles, replay.copied / cycles
 
 
-def widths(bench: StudyPackages) -> Iterator[str]:
+def widths(bench: StudyPackages) -> Iterator[script.Table]:
     """The same tokens in blocks of 4, 8 and 16 rows."""
     every = (*WIDTHS, 0)
     runs: dict[int, list[PolicyRun]] = {width: [] for width in every}
@@ -347,10 +338,10 @@ def widths(bench: StudyPackages) -> Iterator[str]:
          speed(done), faster(done, runs[0]))
         for width, done in runs.items()
     ]  # fmt: skip
-    yield from table(("rows", "accept length", "ms a cycle", "tok/s", "against 16"), *rows)
+    yield [("rows", "accept length", "ms a cycle", "tok/s", "against 16"), *rows]
 
 
-SECTIONS: dict[str, Callable[[StudyPackages], Iterator[str]]] = {
+SECTIONS: dict[str, Callable[[StudyPackages], Iterator[script.Table]]] = {
     "budget": budgets,
     "relaxed": relaxing,
     "gate": gates,
@@ -366,22 +357,27 @@ def _section(text: str) -> str:
     return text
 
 
+def _named(found: dict[str, Iterator[script.Table]]) -> Iterator[tuple[str, script.Table]]:
+    """Each table with the name of its section; a second one of a section is counted."""
+    for name, tables in found.items():
+        for number, table in enumerate(tables, 1):
+            yield (name if number == 1 else f"{name} {number}"), table
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the chosen tables, all of them by default."""
     parser = argparse.ArgumentParser(description="what the decoding policies cost and gain")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--tasks", type=script.count, default=60)
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     parser.add_argument("sections", nargs="*", type=_section, metavar="|".join(SECTIONS))
     args = parser.parse_args(argv)
     with TemporaryDirectory() as held:
         bench = StudyPackages(Path(held), args.target, args.drafter, args.tasks)
         with closing(bench):
-            for name in args.sections or SECTIONS:
-                print(f"\n## {name}\n")
-                for row in SECTIONS[name](bench):
-                    print(row)
-                sys.stdout.flush()
+            found = {name: SECTIONS[name](bench) for name in args.sections or SECTIONS}
+            script.show(_named(found), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from thor_dflash.calib.planbench import Task, task_from_line
@@ -46,6 +47,22 @@ def text_of(session: Session) -> Tokenizer:
     if session.tokenizer is None:
         raise RequestError("the package must have a tokenizer.json (got one without)")
     return session.tokenizer
+
+
+Table = Sequence[Sequence[object]]
+"""Rows of cells; the first row is the header."""
+
+
+def show(tables: Iterable[tuple[str, Table]], *, as_json: bool) -> None:
+    """Print named tables: each as Markdown when it is there, or all of them as one JSON object."""
+    if as_json:
+        print(json.dumps(dict(tables), indent=1, allow_nan=False))
+        return
+    for name, (head, *rows) in tables:
+        print(f"\n## {name}\n")
+        for row in (head, ["---"] * len(head), *rows):
+            cells = (f"{c:.2f}" if isinstance(c, float) else str(c) for c in row)
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def read_tasks(path: Path, most: int) -> list[Task]:

@@ -2,10 +2,10 @@
 
     python docs/performance/record.py NAME [--commit ID] [--out DIR] -- COMMAND...
 
-The result is NAME.json in results/ or DIR, with date, machine, clocks, versions, commit and command. NAME is a
-kind (bench, startup, heldout, ...), or a kind and a label ("bench-2"). The JSON is a list of
-figures, as `thor-dflash bench --json` prints them, or an object: name -> table, whose first row is
-its header.
+The result is NAME.json in results/ or DIR, with date, machine, clocks, versions, commit and
+command. NAME is a kind (bench, startup, heldout, ...), or a kind and a label ("bench-2"). The JSON
+is a list of figures, as `thor-dflash bench --json` prints them, or an object: name -> table, whose
+first row is its header.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
 from thor_dflash.cli.commands.bench import hollow, variants
 from thor_dflash.config.tree import Config
@@ -98,17 +99,19 @@ def opened(shape: str, reporter: Reporter) -> Iterator[Session]:
             yield Session(ModelRunner(engine, made, made.capacity, made.block), text)
 
 
-def show(session: Session) -> None:
-    """Print the table."""
+def measure(session: Session) -> list[tuple[object, ...]]:
+    """The table: a row for each kind of cycle. What it was measured with is printed on stderr."""
     assert session.tokenizer is not None
     begin = time.perf_counter()
     grammar = session.grammar(from_skills(SKILLS, {"object": OBJECTS}, numbered=True))
     print(
         f"{session.model.engine.device}; a schema of {len(grammar.schema)} bytes compiled in "
-        f"{grammar.compile_ms:.0f} ms, {time.perf_counter() - begin:.2f} s with its vocabulary"
+        f"{grammar.compile_ms:.0f} ms, {time.perf_counter() - begin:.2f} s with its vocabulary",
+        file=sys.stderr,
     )
     answer = plan(session.tokenizer)
-    print(f"{len(answer)} ids after a prompt of {CONTEXT}; medians of {RUNS} answers, ms per cycle")
+    print(f"{len(answer)} ids after a prompt of {CONTEXT}; medians of {RUNS} answers, ms per cycle",
+          file=sys.stderr)  # fmt: skip
     prompt = np.random.default_rng(0).integers(FIRST, LAST, CONTEXT).tolist()
     request = Request(
         prompt=tuple(prompt),
@@ -116,15 +119,19 @@ def show(session: Session) -> None:
         stop=frozenset(session.manifest.stop_tokens),
         grammar=grammar,
     )
+    rows: list[tuple[object, ...]] = [
+        ("cycle", "by the clock, ms", "on the device, ms", "apart, ms", "walk, ms", "masks, ms")
+    ]
     for name, proposer in (("drafter", DflashDrafter()), ("no drafter", NoDrafter())):
-        row(session, request, proposer, answer, f"{name}, schema")
-        row(session, replace(request, grammar=None), proposer, answer, f"{name}, no schema")
+        for kind, asked in (("schema", request), ("no schema", replace(request, grammar=None))):
+            rows.append((f"{name}, {kind}", *cycle(session, asked, proposer, answer)))
+    return rows
 
 
-def row(
-    session: Session, request: Request, proposer: Proposer, answer: list[int], name: str
-) -> None:
-    """Print one line; without a grammar in the request, of cycles without a schema."""
+def cycle(
+    session: Session, request: Request, proposer: Proposer, answer: list[int]
+) -> tuple[object, ...]:
+    """The times of one kind of cycle, ms; without a grammar in the request, without a schema."""
     found: dict[str, list[float]] = {}
     for i in range(WARM + RUNS):
         policies: list[Policy] = [Told(answer)]
@@ -138,30 +145,27 @@ def row(
         assert report.completion_tokens == len(answer)
         graphs = report.timings.phases_ms.items()
         parts = {n: ms for n, ms in graphs if n != HOST and not n.startswith(PROMPT)}
-        times = {"clock": report.timings.decode_ms, "device": sum(parts.values()), **parts}
+        times = {"clock": report.timings.decode_ms, "device": sum(parts.values())}
         if request.grammar is not None:
             walks = 1e3 * constrain.walks
             times |= {"walk": walks, "masks": 1e3 * constrain.seconds - walks}
-        for key, ms in times.items():
-            found.setdefault(key, []).append(ms / report.spec.cycles)
-    times = {key: statistics.median(each) for key, each in found.items()}
-    host = times["clock"] - times["device"]
-    print(
-        f"  {name:<24}{times.pop('clock'):8.3f} by the clock, {times.pop('device'):.3f} on the "
-        f"device, {host:.3f} apart; " + ", ".join(f"{key} {ms:.3f}" for key, ms in times.items()),
-        flush=True,
-    )
+        for key, each in times.items():
+            found.setdefault(key, []).append(each / report.spec.cycles)
+    ms = {key: round(statistics.median(each), 3) for key, each in found.items()}
+    apart = round(ms["clock"] - ms["device"], 3)
+    return ms["clock"], ms["device"], apart, ms.get("walk", ""), ms.get("masks", "")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     args = parser.parse_args(arguments)
     reporter = choose(sys.stderr)
     with opened(args.shape, reporter) as session:
         reporter.close()
-        show(session)
+        script.show([("cycles", measure(session))], as_json=args.json)
     return 0
 
 

@@ -23,15 +23,7 @@ from thor_dflash.calib.studies.heldout import (
     speed_up,
     tasks,
 )
-from thor_dflash.calib.studies.policies import (
-    PolicyRun,
-    _pace,
-    faster,
-    length_of,
-    speed,
-    table,
-    valid,
-)
+from thor_dflash.calib.studies.policies import PolicyRun, _pace, faster, length_of, speed, valid
 from thor_dflash.config.tree import BuildConfig, EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.telemetry import PhaseTotals
@@ -110,7 +102,7 @@ def test_the_time_of_a_cycle_is_told_without_the_prompt_s_phases() -> None:
         timings=SimpleNamespace(phases_ms=phases), spec=SimpleNamespace(cycles=10)
     )
     result: Any = SimpleNamespace(report=report)
-    assert _phases([result, result]) == "propose+verify+accept+observe 7.00"
+    assert _phases([result, result])[1:] == [("propose+verify+accept+observe", 7.0)]
 
 
 def report_of(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) -> Any:
@@ -143,4 +135,3 @@ def test_policies_are_compared_task_by_task() -> None:
     assert length_of([*slow, *fast]) == 200 / 135
     assert (_pace(slow), _pace(fast)) == (40, 80 / 0.75)
     assert valid(fast) == "2/3"
-    assert list(table(("a", "b"), (1, 0.125))) == ["| a | b |", "|---|---|", "| 1 | 0.12 |"]

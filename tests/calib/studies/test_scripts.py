@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -101,6 +102,14 @@ def test_a_wrong_option_is_named(
 def test_an_error_of_a_script_s_own_shows_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         script.run(lambda: print(1 // 0))
+
+
+def test_tables_are_shown_as_markdown_or_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [("first", [("a", "b"), (1, 0.125)])]
+    script.show(tables, as_json=False)
+    assert capsys.readouterr().out == "\n## first\n\n| a | b |\n| --- | --- |\n| 1 | 0.12 |\n"
+    script.show(tables, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"first": [["a", "b"], [1, 0.125]]}
 
 
 def test_tasks_are_the_first_of_a_file(tmp_path: Path) -> None:
