@@ -29,7 +29,7 @@ from thor_dflash.serving.client import retry
 from thor_dflash.serving.gateway import metrics, openai_api
 from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport.endpoints import is_local
 
 BODY_BYTES = 1 << 20
 """Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
@@ -53,7 +53,7 @@ def listen_at(config: GatewayConfig) -> tuple[str, int]:
     host, _, port = config.listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"gateway.listen must be HOST:PORT (got {config.listen})")
-    if not (curve.is_local(f"tcp://{host}:{port}") or config.insecure):
+    if not (is_local(f"tcp://{host}:{port}") or config.insecure):
         raise ConfigError(
             f"gateway.listen must be loopback, or have gateway.insecure (got {config.listen})"
         )
@@ -118,7 +118,7 @@ def _is_loopback(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         return False
-    return name is not None and curve.is_local(f"tcp://{name}:0")
+    return name is not None and is_local(f"tcp://{name}:0")
 
 
 class Gateway:

@@ -16,7 +16,7 @@ from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving.client import AsyncPlanner, Options, retry
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport import access
 
 SOON_S = 0.8
 """Longest wait for the answers of all servers: health probes of a gateway usually give up after one
@@ -207,7 +207,7 @@ def check(config: GatewayConfig) -> None:
 
 def _options(config: GatewayConfig) -> Options:
     # No retries: after a refusal the next server is asked instead.
-    token = curve.read_token(config.token_file)
+    token = access.read_token(config.token_file)
     return Options(
         keys=config.keys,
         token=token,

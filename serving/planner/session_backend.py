@@ -208,7 +208,7 @@ class SessionBackend:
             # Checked here, before this plan displaces others.
             self.session.check(self._request(prepared, prepared.budget))
         except RequestError as e:
-            raise PlanError("bad_request", validation.told(e)) from e
+            raise PlanError("bad_request", validation.refusal(e)) from e
         return prepared
 
     def _check_mode(self, ask: wire.PlanRequest) -> None:
@@ -222,10 +222,10 @@ class SessionBackend:
             object_allowed = grammar.takes(self.tokenizer.encode("{"))
         except CompilerBusy as e:
             wait_ms = 1e3 * COMPILE_S
-            text = validation.told(e)
+            text = validation.refusal(e)
             raise PlanError("busy", text, field="json_schema", retry_after_ms=wait_ms) from e
         except RequestError as e:
-            raise PlanError("schema_unsupported", validation.told(e), field="json_schema") from e
+            raise PlanError("schema_unsupported", validation.refusal(e), field="json_schema") from e
         if not object_allowed:
             raise validation.no_object(schema)
         return grammar
@@ -260,7 +260,7 @@ class SessionBackend:
                 raise PlanError("prompt_too_long", rule, field=field)
             return tuple(self.tokenizer.encode(text))
         except RequestError as e:
-            raise PlanError("bad_request", validation.told(e), field="messages") from e
+            raise PlanError("bad_request", validation.refusal(e), field="messages") from e
 
     def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
         if name is None:
@@ -338,7 +338,7 @@ class SessionBackend:
         try:
             prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
         except RequestError as e:  # no memory for it within the budget of prefixes
-            raise PlanError("too_large", validation.told(e), field="system") from e
+            raise PlanError("too_large", validation.refusal(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)

@@ -21,7 +21,7 @@ RUNNING = {"status": "ok", "message": "Server is running"}
 """The answer that its `ping` expects."""
 
 
-def speaks(head: Head) -> bool:
+def is_groot(head: Head) -> bool:
     """Whether a body is in this dialect."""
     return head.op is None and head.endpoint is not None
 

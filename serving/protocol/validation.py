@@ -85,7 +85,7 @@ def _greedy(ask: wire.PlanRequest) -> None:
             raise _bad(name, f"{name} must be {rule} (got {show(value)})")
 
 
-def told(error: RequestError) -> str:
+def refusal(error: RequestError) -> str:
     """Return a refusal as text for a client, who may have sent names of any length and content."""
     return visible(cut(str(error), MESSAGE))
 

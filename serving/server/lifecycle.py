@@ -17,7 +17,7 @@ LEVELS = {
 }  # fmt: skip
 """ROS diagnostics level of each state."""
 FAILED = "the server met a fault and ends; its log says more"
-"""The text for clients; see work.FAULT."""
+"""The text for clients; see workers.FAULT."""
 RETRY_MS = 500.0
 """When a client should retry if nothing better is known."""
 DEGRADED = 0.2
@@ -40,9 +40,9 @@ class Lifecycle:
     stop_by: float | None = None
     """When the server ends in any case, monotonic, s."""
     last_error: str | None = None
-    born: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     ready_after_s: float | None = None
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def state(self, busy: bool) -> messages.State:
         """Return the state as one word."""
@@ -50,7 +50,7 @@ class Lifecycle:
             return "failed"
         if self.backend is None:
             return "warming" if self.warming else "loading"
-        if self.pulse.age(time.monotonic()) > DEGRADED * self.watchdog_s:
+        if self.heartbeat.age(time.monotonic()) > DEGRADED * self.watchdog_s:
             return "degraded"
         if self.draining:
             return "draining"
@@ -93,8 +93,8 @@ class Lifecycle:
             "ready": self.ready(),
             "level": LEVELS[state],
             "error": FAILED if self.failed else self.last_error,
-            "watchdog_age_s": self.pulse.age(now),
-            "uptime_s": now - self.born,
+            "watchdog_age_s": self.heartbeat.age(now),
+            "uptime_s": now - self.started,
             "ready_after_s": self.ready_after_s,
             "running": running,
             "waiting": waiting,

@@ -13,10 +13,9 @@ from thor_dflash.serving.server.lifecycle import RETRY_MS
 from thor_dflash.serving.server.scheduler import Peer
 from thor_dflash.serving.server.workers import PendingRequest
 
-MOST = 16
-"""Limit for all clients together: each request holds a message and may take the clerk a second."""
-EACH = 4
-"""Limit for one client."""
+MAX_TOTAL = 16
+"""Limit for all clients together: each request holds a message, and its check may take a second."""
+MAX_PER_CLIENT = 4
 
 
 @dataclass(slots=True)
@@ -25,17 +24,18 @@ class PendingRequests:
     has stopped waiting.
     """
 
-    _taken: list[PendingRequest] = field(default_factory=list[PendingRequest])
+    _requests: list[PendingRequest] = field(default_factory=list[PendingRequest])
 
-    def take(self, peer: Peer, request: messages.Validate | messages.PrefixDrop) -> PendingRequest:
+    def add(self, peer: Peer, message: messages.Validate | messages.PrefixDrop) -> PendingRequest:
         """Add a request.
 
         Raises:
             PlanError: busy.
         """
+        own = sum(one.peer.client == peer.client for one in self._requests)
         for whose, most, got in (
-            ("all clients", MOST, len(self._taken)),
-            ("one client", EACH, sum(one.peer.client == peer.client for one in self._taken)),
+            ("all clients", MAX_TOTAL, len(self._requests)),
+            ("one client", MAX_PER_CLIENT, own),
         ):
             if got >= most:
                 text = (
@@ -43,22 +43,22 @@ class PendingRequests:
                     "(got one more)"
                 )
                 raise PlanError("busy", text, retry_after_ms=RETRY_MS)
-        self._taken.append(owed := PendingRequest(peer, request))
-        return owed
+        self._requests.append(request := PendingRequest(peer, message))
+        return request
 
-    def settle(self, owed: PendingRequest) -> bool:
+    def remove(self, request: PendingRequest) -> bool:
         """Remove a request that a thread has finished. Returns whether its client still waits."""
-        self._taken.remove(owed)
-        return not owed.given_up
+        self._requests.remove(request)
+        return not request.abandoned
 
-    def give_up(self, hers: Callable[[Peer], bool] = lambda peer: True) -> list[PendingRequest]:
-        """Mark the requests of the matching peers as given up, and return them."""
-        found = [one for one in self._taken if not one.given_up and hers(one.peer)]
+    def abandon(self, matches: Callable[[Peer], bool] = lambda peer: True) -> list[PendingRequest]:
+        """Mark the requests of the matching peers as abandoned, and return them."""
+        found = [one for one in self._requests if not one.abandoned and matches(one.peer)]
         for one in found:
-            one.given_up = True
+            one.abandoned = True
         return found
 
     @property
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
-        return all(one.given_up for one in self._taken)
+        return all(one.abandoned for one in self._requests)

@@ -1,8 +1,8 @@
 """The scheduler: a bounded queue where the latest plan of a session wins. Bookkeeping only, used by
 one thread.
 
-A job is in the books from its arrival until it is answered. It is answered exactly once: only
-`leave` removes it, and only the caller for whom `leave` returns True answers it.
+A job is in the table from its arrival until it is answered. It is answered exactly once: only
+`remove` takes it out, and only the caller for whom `remove` returns True answers it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec
 
-SESSIONS = 1024
+MAX_SESSIONS = 1024
 """Most sessions whose latest generation is remembered."""
-CORRELATED = 4
+REQUEST_NUMBER_BYTES = 4
 """Bytes of the request number that REQ_CORRELATE adds. A routing id made by libzmq has 5."""
 
 
@@ -47,7 +47,7 @@ class Peer:
         """The identity of the client: equal for all messages of a socket, also through proxies."""
         hops = tuple(frame for frame in self.envelope if frame)
         # With REQ_CORRELATE the last frame before the empty one is the number of the request.
-        counted = len(hops) > 1 and hops != self.envelope and len(hops[-1]) == CORRELATED
+        counted = len(hops) > 1 and hops != self.envelope and len(hops[-1]) == REQUEST_NUMBER_BYTES
         return hops[:-1] if counted else hops
 
     def body(self, message: object) -> bytes:
@@ -66,9 +66,9 @@ class Job:
     """Monotonic, s."""
     deadline: float | None = None
     """Monotonic, s."""
-    state: Literal["preparing", "queued", "running", "keeping", "left"] = "preparing"
-    """keeping: the prefix is pinned, and the keeper thread writes or removes its file; the job can
-    no longer be stopped."""
+    state: Literal["preparing", "queued", "running", "writing", "left"] = "preparing"
+    """writing: the prefix is pinned, and the file thread writes or removes its file; the job can no
+    longer be stopped."""
     prepared: Prepared | None = None
     stop: StopReason | None = None
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
@@ -107,7 +107,7 @@ def job_of(peer: Peer, request: messages.PlanRequest | messages.PrefixPut, now: 
 
 
 class Scheduler:
-    """The books: every job from its arrival to its answer."""
+    """The table of jobs: every job from its arrival to its answer."""
 
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Job]:
         """All jobs that the engine has yet to run, in order of arrival."""
-        return [job for job in self._jobs if job.state not in ("running", "keeping")]
+        return [job for job in self._jobs if job.state not in ("running", "writing")]
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -135,7 +135,7 @@ class Scheduler:
         """Add a job that is still to be checked. Until it is accepted, it affects no other job.
 
         Raises:
-            PlanError: stale, busy, or an id that is in use. The books are unchanged.
+            PlanError: stale, busy, or an id that is in use. The table is unchanged.
         """
         self._check_id(job)
         self._check_generation(job)
@@ -146,7 +146,7 @@ class Scheduler:
         # has under check (`own`) is bounded, too.
         leaving = self._leaving((job, *reversed(pending)))
         own = sum(one.session == job.session for one in pending)
-        full = self._placed + 1 - len(leaving) > self._room
+        full = self._placed + 1 - len(leaving) > self._places
         if full:
             job.instead_of = self._least_urgent(job, leaving)
         if own > self._max_queue or (full and job.instead_of is None):
@@ -154,12 +154,12 @@ class Scheduler:
         self._jobs.append(job)
 
     def accept(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
-        """Accept a job that passed its check. If it preempts the running job, that is told to stop.
+        """Accept a job that passed its check. If it preempts the running job, that one is stopped.
         Returns the waiting jobs that it displaces, each with its answer.
 
         Raises:
             PlanError: stale; or busy, if the job it was to displace has left and others have taken
-                the place. The books are unchanged.
+                the place. The table is unchanged.
         """
         self._check_generation(job)
         job.instead_of = None
@@ -167,7 +167,7 @@ class Scheduler:
         leaving = self._leaving((job,))
         # Jobs still being checked may yet be refused: they hold no place and have none to give up.
         leaving.update(self._pending())
-        if self._placed - len(leaving) >= self._room:
+        if self._placed - len(leaving) >= self._places:
             other = self._least_urgent(job, leaving)
             if other is None:
                 raise self._busy(retry_after_ms)
@@ -180,14 +180,14 @@ class Scheduler:
         return out
 
     @property
-    def _room(self) -> int:
+    def _places(self) -> int:
         """The most jobs with a place: those that may wait, and one that runs or is about to."""
         return self._max_queue + 1
 
     @property
     def _placed(self) -> int:
         """How many jobs have a place: the engine is free while prefixes wait for the disk."""
-        return sum(one.state != "keeping" for one in self._jobs)
+        return sum(one.state != "writing" for one in self._jobs)
 
     def _busy(self, retry_after_ms: float) -> PlanError:
         return PlanError(
@@ -236,9 +236,9 @@ class Scheduler:
         if isinstance(job.request, messages.PlanRequest):
             return
         puts = sum(isinstance(one.request, messages.PrefixPut) for one in self._jobs)
-        if puts >= self._room:
+        if puts >= self._places:
             raise PlanError(
-                "busy", f"prefix.put requests under way must be <= {self._room} (got one more)",
+                "busy", f"prefix.put requests under way must be <= {self._places} (got one more)",
                 retry_after_ms=retry_after_ms,
             )  # fmt: skip
 
@@ -257,7 +257,7 @@ class Scheduler:
             return
         self._latest[job.session] = job.generation
         self._latest.move_to_end(job.session)
-        if len(self._latest) > SESSIONS:
+        if len(self._latest) > MAX_SESSIONS:
             self._latest.popitem(last=False)
 
     def _displaced(self, job: Job) -> list[tuple[Job, PlanError]]:
@@ -299,8 +299,8 @@ class Scheduler:
         # max returns the first of equals, and jobs are in order of arrival.
         return max(ready, key=lambda job: job.priority, default=None)
 
-    def leave(self, job: Job) -> bool:
-        """Remove a job. Returns whether it was still in the books."""
+    def remove(self, job: Job) -> bool:
+        """Remove a job. Returns whether it was still in the table."""
         if job.state == "left":
             return False
         self._jobs.remove(job)

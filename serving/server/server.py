@@ -1,13 +1,13 @@
 """The plan server: one I/O thread that always answers, one engine thread that decodes.
 
-    client --- ROUTER --- I/O thread (desk, books) --- clerk thread (check, tokenise, compile)
+    client --- ROUTER --- I/O thread (handlers, scheduler) --- check thread (tokenise, compile)
                               |
                               +--- engine thread (prefill, decode)
                               |
-                              +--- keeper thread (files of persisted prefixes, traces)
+                              +--- file thread (persisted prefixes, traces)
 
-Only the I/O thread touches the sockets and the books (the table of jobs). The other threads take
-jobs from queues and post messages back to it.
+Only the I/O thread touches the sockets and the scheduler. The other threads take work from queues
+and emit events, which it handles.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from thor_dflash.serving.server.workers import (
     ServerFailed,
     WorkerEvent,
 )
-from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport import access
 from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
 TICK_S = 1.0
 """Longest sleep of the I/O thread: it feeds systemd's watchdog, which is set in seconds."""
-AWAY_S = 2 * TICK_S
+PAUSED_S = 2 * TICK_S
 """Pause of the I/O thread after which the whole process is taken to have been stopped (SIGSTOP, a
 suspended machine, a debugger), and the engine with it."""
 READING_S = 0.5
@@ -60,7 +60,7 @@ libzmq drops messages that the client has received but not yet read (pipe_t::ter
 hiccup, with ZMQ_IMMEDIATE set)."""
 MOMENT_S = 0.2
 """Time given to threads to end by themselves where waiting longer is not worth it."""
-HUNG = 70
+EXIT_HUNG = 70
 """Exit status of a server whose engine hangs: EX_SOFTWARE, systemd restarts it."""
 
 
@@ -78,33 +78,35 @@ class Server:
         notify: Notify = lambda state: None,
         die: Callable[[int], object] = os._exit,
     ) -> None:
-        """Bind first, so that clients can connect and ask for the state of loading.
+        """Bind first, so that clients can connect and read the state while the backend loads.
 
         Raises:
             ConfigError: an endpoint, a key, the secret, the events file or the trace directory
                 cannot be used.
         """
-        token = curve.read_token(config.token_file)
+        token = access.read_token(config.token_file)
         if config.trace_slow_ms:
             check_directory(Path(config.trace_dir))
-        self._tell = EventLog(config.events)
-        self._state = ""
-        self._door = RouterSocket(config)
+        self._log_event = EventLog(config.events)
+        self._router = RouterSocket(config)
         self._config = config
         self._load = load
         self._log = log
         self._notify = notify
         self._die = die
-        self._life = Lifecycle(config.watchdog_s)
-        self._posts: SimpleQueue[WorkerEvent] = SimpleQueue()
-        self._clerk: PriorityQueue[CheckItem] = PriorityQueue()
+        self._lifecycle = Lifecycle(config.watchdog_s)
+        self._events: SimpleQueue[WorkerEvent] = SimpleQueue()
+        self._checks: PriorityQueue[CheckItem] = PriorityQueue()
         self._order = count()
-        self._engine: SimpleQueue[Job | None] = SimpleQueue()
-        self._keeper: SimpleQueue[FileTask | None] = SimpleQueue()
-        hands = ServerActions(
-            check=self._check, run=self._engine.put, keep=self._keeper.put, stop=self._end
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._files: SimpleQueue[FileTask | None] = SimpleQueue()
+        actions = ServerActions(
+            check=self._check, run=self._jobs.put, write=self._files.put, stop=self._end
         )
-        self._desk = RequestHandlers(self._door, config, self._life, hands, token, log, self._tell)
+        self._handlers = RequestHandlers(
+            self._router, config, self._lifecycle, actions, token, log, self._log_event
+        )
+        self._state = ""
         self._threads: list[threading.Thread] = []
         self._ending = False
         self._stops = 0
@@ -115,7 +117,7 @@ class Server:
     @property
     def endpoints(self) -> tuple[str, ...]:
         """The endpoints it listens on, with actual port numbers."""
-        return self._door.endpoints
+        return self._router.endpoints
 
     def stop(self) -> None:
         """Accept no more work, finish the accepted work, end. The second call ends at once."""
@@ -123,12 +125,12 @@ class Server:
         self._end()
 
     def _end(self) -> None:
-        """Drain and end, as a client may ask. Not counted as a stop, so that a client that repeats
-        it cannot cut other clients' plans short; only signals can.
+        """Drain and end, for a `shutdown` request. Not counted as a stop: a client that repeats it
+        must not cut other clients' plans short; only signals can.
         """
         self._stopped_at = min(self._stopped_at, time.monotonic())
         self._ending = True
-        self._door.ring()
+        self._router.wake()
 
     def ended(self, within_s: float = 0.0) -> bool:
         """Return whether all its threads have ended, after waiting up to `within_s` seconds."""
@@ -144,24 +146,27 @@ class Server:
         Raises:
             ThorError: the backend did not load, the engine was lost, or a thread failed.
         """
+        self._log_event.start()
         self._start(lambda: workers.run_engine(
-            self._load, self._engine, self._post, self._life.pulse, self._log, self._traced
+            self._load, self._jobs, self._emit, self._lifecycle.heartbeat, self._log, self._traced
         ))  # fmt: skip
         try:
-            while not self._over():
-                self._turn()
+            while not self._finished():
+                self._poll_once()
         finally:
             self._close()
-        if self._life.failed is not None:
-            raise self._life.failed
+        if self._lifecycle.failed is not None:
+            raise self._lifecycle.failed
+
+    # --- worker threads
 
     def _start(self, target: Callable[[], None]) -> None:
-        # Daemon threads: a hung engine must not keep the process alive after it was told to end.
-        thread = threading.Thread(target=lambda: self._or_fail(target), daemon=True)
+        # Daemon threads: a hung engine must not keep the process alive past its end.
+        thread = threading.Thread(target=lambda: self._run_thread(target), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _or_fail(self, target: Callable[[], None]) -> None:
+    def _run_thread(self, target: Callable[[], None]) -> None:
         """Run a thread's work. Any exception ends the server, which would otherwise look healthy
         and answer nothing.
         """
@@ -169,66 +174,27 @@ class Server:
             target()
         except BaseException:  # a panic in a Rust library does not derive from Exception
             fault = "the server's threads must go on (got an unexpected fault, see the log)"
-            self._post(ServerFailed(ThorError(fault)))
+            self._emit(ServerFailed(ThorError(fault)))
             self._log(traceback.format_exc())
 
     def _check(self, item: Job | PendingRequest | None) -> None:
-        self._clerk.put(workers.check_item(next(self._order), item))
+        self._checks.put(workers.check_item(next(self._order), item))
 
-    def _post(self, post: WorkerEvent) -> None:
-        self._posts.put(post)
-        self._door.ring()
-
-    def _turn(self) -> None:
-        for event in self._door.wait(self._patience()):
-            if isinstance(event, ReceivedMessage):
-                self._desk.letter(event)
-            else:
-                self._desk.left(event.fd)
-        for post in _drain(self._posts):
-            self._posted(post)
-        now = time.monotonic()
-        self._desk.expire(now)
-        for routing in self._door.retry(now):
-            self._desk.lost(routing)
-        self._watch(now)
-        self._stopping(now)
-        self._changed()
-
-    def _patience(self) -> float:
-        now = time.monotonic()
-        due = [self._desk.books.first_deadline(), self._life.stop_by]
-        return max(0.002, min([TICK_S, *(at - now for at in due if at is not None)]))
-
-    def _posted(self, post: WorkerEvent) -> None:
-        if isinstance(post, BackendLoaded):
-            self._life.warming = True
-        elif isinstance(post, BackendReady):
-            self._ready(post.backend)
-        elif isinstance(post, ServerFailed):
-            self._life.failed = post.error
-            self._desk.fail()
-        else:
-            self._desk.posted(post)
-
-    def _ready(self, backend: Backend) -> None:
-        self._start(lambda: workers.run_checks(backend, self._clerk, self._post, self._log))
-        self._start(lambda: workers.write_files(backend, self._keeper, self._post, self._log))
-        self._life.backend = backend
-        self._life.ready_after_s = time.monotonic() - self._life.born
-        self._notify("READY=1")
-        self._log(f"ready after {self._life.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
+    def _emit(self, event: WorkerEvent) -> None:
+        """Queue an event for the I/O thread. May be called from any thread."""
+        self._events.put(event)
+        self._router.wake()
 
     def _traced(self, job: Job, outcome: object, trace: StepTrace) -> None:
-        """Have the keeper write the trace of a slow job. Runs on the engine thread, which must not
-        wait for the disk.
+        """Have the file thread write the trace of a slow job. Runs on the engine thread, which must
+        not wait for the disk.
         """
         limit = self._config.trace_slow_ms
         if limit and trace.took_ms() >= limit:
             result = outcome if isinstance(outcome, messages.Result) else None
-            self._keeper.put(partial(self._write, job, trace, result))
+            self._files.put(partial(self._write_trace, job, trace, result))
 
-    def _write(self, job: Job, trace: StepTrace, result: messages.Result | None) -> None:
+    def _write_trace(self, job: Job, trace: StepTrace, result: messages.Result | None) -> None:
         try:
             path = write(Path(self._config.trace_dir), job.request.id, trace.events(result))
         except OSError as e:
@@ -237,68 +203,112 @@ class Server:
             name = visible(job.request.id)
             self._log(f"plan {name} took {trace.took_ms():.0f} ms: a trace of it is in {path}")
 
-    def _changed(self) -> None:
-        state = self._life.state(self._desk.books.running is not None)
+    # --- the I/O thread
+
+    def _poll_once(self) -> None:
+        for received in self._router.wait(self._timeout()):
+            if isinstance(received, ReceivedMessage):
+                self._handlers.handle_message(received)
+            else:
+                self._handlers.connection_closed(received.fd)
+        for event in _drain(self._events):
+            self._handle_event(event)
+        now = time.monotonic()
+        self._handlers.expire(now)
+        for routing in self._router.retry(now):
+            self._handlers.peer_lost(routing)
+        self._watch(now)
+        self._drain_and_stop(now)
+        self._log_state()
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        due = [self._handlers.scheduler.first_deadline(), self._lifecycle.stop_by]
+        return max(0.002, min([TICK_S, *(at - now for at in due if at is not None)]))
+
+    def _handle_event(self, event: WorkerEvent) -> None:
+        if isinstance(event, BackendLoaded):
+            self._lifecycle.warming = True
+        elif isinstance(event, BackendReady):
+            self._ready(event.backend)
+        elif isinstance(event, ServerFailed):
+            self._lifecycle.failed = event.error
+            self._handlers.fail()
+        else:
+            self._handlers.handle_event(event)
+
+    def _ready(self, backend: Backend) -> None:
+        self._start(lambda: workers.run_checks(backend, self._checks, self._emit, self._log))
+        self._start(lambda: workers.write_files(backend, self._files, self._emit, self._log))
+        lifecycle = self._lifecycle
+        lifecycle.backend = backend
+        lifecycle.ready_after_s = time.monotonic() - lifecycle.started
+        self._notify("READY=1")
+        self._log(f"ready after {lifecycle.ready_after_s:.1f} s on {', '.join(self.endpoints)}")
+
+    def _log_state(self) -> None:
+        state = self._lifecycle.state(self._handlers.scheduler.running is not None)
         if state != self._state:
             self._state = state
-            self._tell("state", state=state, error=self._life.last_error)
+            self._log_event("state", state=state, error=self._lifecycle.last_error)
 
     def _watch(self, now: float) -> None:
-        if (away := now - self._watched) > AWAY_S:
-            self._life.pulse.excuse(away, now)
+        heartbeat = self._lifecycle.heartbeat
+        if (paused := now - self._watched) > PAUSED_S:
+            heartbeat.excuse(paused, now)
         self._watched = now
-        age = self._life.pulse.age(now)
+        age = heartbeat.age(now)
         if age > self._config.watchdog_s:
             self._log(f"the engine gave no sign of life for {age:.1f} s: the server ends")
-            self._die(HUNG)
+            self._die(EXIT_HUNG)
         if now - self._notified >= TICK_S:
             self._notified = now
             self._notify(ALIVE)
 
-    def _stopping(self, now: float) -> None:
-        life = self._life
-        if self._ending and not life.stopping:
-            life.draining = life.stopping = True
-            life.stop_by = now + self._config.drain_s
+    def _drain_and_stop(self, now: float) -> None:
+        lifecycle = self._lifecycle
+        if self._ending and not lifecycle.stopping:
+            lifecycle.draining = lifecycle.stopping = True
+            lifecycle.stop_by = now + self._config.drain_s
             self._notify("STOPPING=1")
-            if (n := len(self._desk.books)) and self._stops < 2:
+            if (n := len(self._handlers.scheduler)) and self._stops < 2:
                 within = f"{'s' * (n > 1)}, for up to {self._config.drain_s:g} s"
                 signals = "one more signal ends" if self._stops else "two signals end"
                 self._log(f"finishing {n} plan{within}; {signals} the server at once")
-        if life.stopping and (self._stops > 1 or (life.stop_by or now) <= now):
-            self._desk.give_up()
+        if lifecycle.stopping and (self._stops > 1 or (lifecycle.stop_by or now) <= now):
+            self._handlers.give_up()
 
-    def _over(self) -> bool:
-        if self._life.failed is not None:
+    def _finished(self) -> bool:
+        if self._lifecycle.failed is not None:
             return True
-        return self._life.stopping and self._desk.idle and not self._door.holding
+        return self._lifecycle.stopping and self._handlers.idle and not self._router.holding
 
     def _close(self) -> None:
-        self._engine.put(None)
-        self._keeper.put(None)
+        self._jobs.put(None)
+        self._files.put(None)
         self._check(None)
         begun = time.monotonic()
         # Wait in short intervals: a second stop may arrive meanwhile.
-        while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._worth_s():
+        while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._patience_s():
             pass
-        self._tell("ended")
-        self._tell.close()
-        if self._stops < 2 and self._door.last_sent >= self._stopped_at:
-            time.sleep(max(0.0, self._door.last_sent + READING_S - time.monotonic()))
-        self._door.close()
+        self._log_event("ended")
+        self._log_event.close()
+        if self._stops < 2 and self._router.last_sent >= self._stopped_at:
+            time.sleep(max(0.0, self._router.last_sent + READING_S - time.monotonic()))
+        self._router.close()
 
-    def _worth_s(self) -> float:
+    def _patience_s(self) -> float:
         """Return how long to wait for the threads, s: only briefly while the backend still loads,
-        as no client can have a plan yet, and after a second stop, which asks not to wait.
+        as no client can have a plan yet, and after a second stop, which must not wait.
         """
-        loading = self._life.backend is None and self._life.failed is None
+        loading = self._lifecycle.backend is None and self._lifecycle.failed is None
         return MOMENT_S if loading or self._stops > 1 else self._config.watchdog_s
 
 
-def _drain(posts: SimpleQueue[WorkerEvent]) -> Iterator[WorkerEvent]:
+def _drain(events: SimpleQueue[WorkerEvent]) -> Iterator[WorkerEvent]:
     while True:
         try:
-            yield posts.get_nowait()
+            yield events.get_nowait()
         except Empty:
             return
 

@@ -1,4 +1,4 @@
-"""Tells systemd the state of the service.
+"""Reports to systemd the state of the service.
 
 The only place that reads the environment: systemd passes the path of its notification socket in
 NOTIFY_SOCKET, and there is no other way to learn it.
@@ -14,7 +14,7 @@ from contextlib import suppress
 Notify = Callable[[str], None]
 ALIVE = "WATCHDOG=1"
 WAIT_S = 1.0
-"""Longest wait for room in systemd's socket, for messages that are sent only once."""
+"""Longest wait for space in systemd's socket, for messages that are sent only once."""
 
 
 def notifier() -> Notify:
@@ -30,8 +30,8 @@ def notifier() -> Notify:
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
         # A failure is ignored: systemd's watchdog notices a silent service.
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
-            # No wait for a sign of life: the next one comes in a second, and this thread answers
-            # nobody while it waits.
+            # No wait for a heartbeat: the next one comes in a second, and this thread
+            # answers nobody while it waits.
             out.settimeout(0.0 if state == ALIVE else WAIT_S)
             out.sendto(state.encode(), path)
 

@@ -14,9 +14,9 @@ import msgspec
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.protocol import messages
 
-KEPT = 32
+MAX_TRACES = 32
 """Most traces in the directory; the oldest are deleted."""
-ENDING = ".trace.json"
+SUFFIX = ".trace.json"
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class StepTrace:
              "ts": 1e6 * (since - self.arrived), "dur": 1e6 * (until - since)}
             for name, since, until in self._marks
         ]  # fmt: skip
-        told = None if result is None else (result.usage, result.timings, result.spec)
-        return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": told}}
+        summary = None if result is None else (result.usage, result.timings, result.spec)
+        return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": summary}}
 
 
 def check_directory(directory: Path) -> None:
@@ -78,14 +78,14 @@ def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
         OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kept = sorted((path for path in directory.glob(f"*{ENDING}") if _number(path)), key=_number)
-    # Delete before writing, so that a disk full of traces has room again.
-    for old in kept[: 1 - KEPT]:
+    kept = sorted((path for path in directory.glob(f"*{SUFFIX}") if _number(path)), key=_number)
+    # Delete before writing, so that a disk full of traces has space again.
+    for old in kept[: 1 - MAX_TRACES]:
         old.unlink(missing_ok=True)
     # Above all existing numbers, even if the machine's clock has gone back.
     number = max(time.time_ns(), 1 + max(map(_number, kept), default=0))
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
-    path = directory / f"{number}-{name}{ENDING}"
+    path = directory / f"{number}-{name}{SUFFIX}"
     try:
         path.write_bytes(msgspec.json.encode(trace))
     except OSError:

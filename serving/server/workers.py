@@ -1,7 +1,7 @@
-"""The worker threads behind the I/O thread: the clerk checks requests, the engine thread runs them,
-the keeper writes and removes files: prefixes and traces.
+"""The worker threads behind the I/O thread: the check thread prepares requests, the engine thread
+runs jobs, the file thread writes and removes files: prefixes and traces.
 
-They take jobs from queues and post the outcome. None of them touches a socket or the books.
+They take work from queues and emit events. None of them touches a socket or the scheduler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENGINE_NICENESS = 5
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
 UNEXPECTED = "the server met an unexpected fault; its log says more"
 FAULT = "the engine met a fault; the log of the server says more"
-"""All that a client is told: the text of a fault may name files on the server's machine."""
+"""The whole message for a client: the text of a fault may name files on the server's machine."""
 
 Log = Callable[[str], None]
 
@@ -58,7 +58,7 @@ class ServerFailed:
 
 @dataclass(frozen=True, slots=True)
 class JobChecked:
-    """The clerk has checked a job."""
+    """The check thread has prepared or refused a job."""
 
     job: Job
     outcome: Prepared | PlanError
@@ -66,27 +66,27 @@ class JobChecked:
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A `validate` for the clerk, or a `prefix.drop` for the keeper, that is not answered yet."""
+    """A `validate` for the check thread, or a `prefix.drop` for the file thread, unanswered."""
 
     peer: Peer
-    request: messages.Validate | messages.PrefixDrop
-    given_up: bool = False
+    message: messages.Validate | messages.PrefixDrop
+    abandoned: bool = False
     """No client waits for it any more. Written by the I/O thread, read by the worker thread before
     it begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDone:
-    """The clerk has finished a `validate`, or the keeper a `prefix.drop`."""
+    """A thread has finished a `validate` or a `prefix.drop`."""
 
-    owed: PendingRequest
+    request: PendingRequest
     outcome: dict[str, Any] | PlanError | None
-    """None if it was given up before it began."""
+    """None if it was abandoned before it began."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPinned:
-    """Work for the keeper: a pinned prefix, answered once its file is written or removed."""
+    """Work for the file thread: a pinned prefix, answered once its file is written or removed."""
 
     job: Job
     request: messages.PrefixPut
@@ -95,7 +95,7 @@ class PrefixPinned:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """The keeper has written or removed the file of a pinned prefix."""
+    """The file thread has written or removed the file of a pinned prefix."""
 
     job: Job
     outcome: dict[str, Any] | PlanError
@@ -128,40 +128,40 @@ WorkerEvent = (
     | JobDone
 )
 FileTask = PendingRequest | PrefixPinned | Callable[[], None]
-"""An item for the keeper; a function writes a trace."""
+"""Work for the file thread; a function writes a trace."""
 CheckItem = tuple[int, int, Job | PendingRequest | None]
-"""An entry of the clerk's priority queue, least first: rank, order of arrival, work item."""
+"""An entry of the check thread's priority queue, least first: rank, order of arrival, work item."""
 
 
 def check_item(order: int, item: Job | PendingRequest | None) -> CheckItem:
-    """Rank an item for the clerk: plans first, then `validate`, then None, which ends the clerk."""
+    """Rank work for the check thread: plans, then `validate`, then None, which ends the thread."""
     return 2 if item is None else int(isinstance(item, PendingRequest)), order, item
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Time of the engine thread's last sign of life. Written there, read by the watchdog."""
+    """Time of the engine thread's last heartbeat. Written there, read by the watchdog."""
 
     busy: bool = False
     at: float = field(default_factory=time.monotonic)
     _excused: tuple[float, float] = (0.0, 0.0)
-    """A sign of life, and seconds after it that do not count. Written by the watchdog only, so that
-    it cannot overwrite a newer sign."""
+    """A heartbeat, and seconds after it that do not count. Written by the watchdog only, so that
+    it cannot overwrite a newer one."""
 
     def beat(self, *, busy: bool) -> None:
-        """Record a sign of life: a step is about to run (`busy`), or the job has ended."""
+        """Record a heartbeat: a step is about to run (`busy`), or the job has ended."""
         self.at = time.monotonic()
         self.busy = busy
 
     def age(self, now: float) -> float:
-        """Return the seconds since the last sign of life, 0 while the engine is idle."""
+        """Return the seconds since the last heartbeat, 0 while the engine is idle."""
         at = self.at
         return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Do not count so many of the seconds from the last sign of life to `now`."""
+        """Do not count so many of the seconds from the last heartbeat to `now`."""
         at = self.at
-        # The sign may have come after the pause: then no time since it is part of the pause.
+        # The heartbeat may have come after the pause: then no time since it is part of the pause.
         self._excused = at, min(seconds + self._not_counted(at), max(0.0, now - at))
 
     def _not_counted(self, at: float) -> float:
@@ -172,21 +172,21 @@ class Heartbeat:
 def run_checks(
     backend: Backend,
     inbox: PriorityQueue[CheckItem],
-    post: Callable[[WorkerEvent], None],
+    emit: Callable[[WorkerEvent], None],
     log: Log,
 ) -> None:
     """Check requests until None arrives."""
     while (item := inbox.get()[-1]) is not None:
         if isinstance(item, PendingRequest):
-            _work_off(item, partial(_validate, backend, item), post, log)
+            emit(_finish(backend, item, log))
         elif item.state == "preparing":
-            post(JobChecked(item, _guard(partial(_prepare, backend, item), log)))
+            emit(JobChecked(item, _guard(partial(_prepare, backend, item), log)))
 
 
 def write_files(
     backend: Backend,
     inbox: SimpleQueue[FileTask | None],
-    post: Callable[[WorkerEvent], None],
+    emit: Callable[[WorkerEvent], None],
     log: Log,
 ) -> None:
     """Write and remove files in order of arrival, until None arrives. A thread of its own, so that
@@ -194,35 +194,26 @@ def write_files(
     """
     while (item := inbox.get()) is not None:
         if isinstance(item, PrefixPinned):
-            post(FileWritten(item.job, _guard(partial(_keep, backend, item), log)))
+            emit(FileWritten(item.job, _guard(partial(_keep, backend, item), log)))
         elif isinstance(item, PendingRequest):
-            _work_off(item, partial(_drop, backend, item), post, log)
+            emit(_finish(backend, item, log))
         else:
             item()
 
 
-def _work_off(
-    owed: PendingRequest,
-    work: Callable[[], dict[str, Any]],
-    post: Callable[[WorkerEvent], None],
-    log: Log,
-) -> None:
-    post(RequestDone(owed, None if owed.given_up else _guard(work, log)))
+def _finish(backend: Backend, request: PendingRequest, log: Log) -> RequestDone:
+    def work() -> dict[str, Any]:
+        message = request.message
+        if isinstance(message, messages.Validate):
+            return backend.validate(message)
+        return {"dropped": backend.drop(message.prefix_id)}
 
-
-def _validate(backend: Backend, owed: PendingRequest) -> dict[str, Any]:
-    assert isinstance(owed.request, messages.Validate)
-    return backend.validate(owed.request)
+    return RequestDone(request, None if request.abandoned else _guard(work, log))
 
 
 def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
     backend.keep(pinned.request)
     return {**pinned.answer, "persisted": pinned.request.persist}
-
-
-def _drop(backend: Backend, owed: PendingRequest) -> dict[str, Any]:
-    assert isinstance(owed.request, messages.PrefixDrop)
-    return {"dropped": backend.drop(owed.request.prefix_id)}
 
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
@@ -242,49 +233,49 @@ def lower_priority() -> None:
 def run_engine(
     load: Callable[[], Backend],
     inbox: SimpleQueue[Job | None],
-    post: Callable[[WorkerEvent], None],
-    pulse: Heartbeat,
+    emit: Callable[[WorkerEvent], None],
+    heartbeat: Heartbeat,
     log: Log,
     traced: Callable[[Job, object, StepTrace], None] = lambda job, outcome, trace: None,
 ) -> None:
     """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
     # Before the engine creates its own threads, which inherit the niceness of this one.
     lower_priority()
-    if (backend := _begun(load, post, log)) is None:
+    if (backend := _begun(load, emit, log)) is None:
         return
-    post(BackendReady(backend))
+    emit(BackendReady(backend))
     try:
         while (job := inbox.get()) is not None:
-            pulse.beat(busy=True)
+            heartbeat.beat(busy=True)
             trace = StepTrace(job.arrived)
             lost: list[EngineLost] = []
             outcome = _guard(
-                partial(_alive, partial(_run, backend, job, post, pulse, trace), lost), log
+                partial(_alive, partial(_run, backend, job, emit, heartbeat, trace), lost), log
             )
-            pulse.beat(busy=False)
+            heartbeat.beat(busy=False)
             traced(job, outcome, trace)  # before the server learns that the last job has ended
-            post(JobDone(job, outcome))
+            emit(JobDone(job, outcome))
             if lost:
-                post(ServerFailed(lost[0]))
+                emit(ServerFailed(lost[0]))
                 return
     finally:
         backend.close()
 
 
 def _begun(
-    load: Callable[[], Backend], post: Callable[[WorkerEvent], None], log: Log
+    load: Callable[[], Backend], emit: Callable[[WorkerEvent], None], log: Log
 ) -> Backend | None:
-    """Load and warm up; None if that failed, which is then posted."""
+    """Load and warm up; None if that failed, which is then emitted."""
     backend: Backend | None = None
     try:
         backend = load()
-        post(BackendLoaded())
+        emit(BackendLoaded())
         backend.warm()
     except ThorError as e:
-        post(ServerFailed(e))
+        emit(ServerFailed(e))
     except Exception:
         log(traceback.format_exc())
-        post(
+        emit(
             ServerFailed(ThorError("the backend must load (got an unexpected fault, see the log)"))
         )
     else:
@@ -298,14 +289,14 @@ def _begun(
 def _run(
     backend: Backend,
     job: Job,
-    post: Callable[[WorkerEvent], None],
-    pulse: Heartbeat,
+    emit: Callable[[WorkerEvent], None],
+    heartbeat: Heartbeat,
     trace: StepTrace,
 ) -> messages.Result | dict[str, Any]:
     if isinstance(job.request, messages.PrefixPut):
 
         def halted() -> bool:
-            pulse.beat(busy=True)
+            heartbeat.beat(busy=True)
             return job.stop is not None
 
         return backend.pin(job.request, halted)
@@ -313,14 +304,14 @@ def _run(
     queue_ms = 1e3 * (time.monotonic() - job.arrived)
 
     def stopped() -> StopReason | None:
-        pulse.beat(busy=True)
+        heartbeat.beat(busy=True)
         if job.stop is None and job.deadline is not None and time.monotonic() >= job.deadline:
             return "deadline"
         return job.stop
 
     run = backend.start(job.prepared, _left_ms(job))
     trace.begin()
-    result = drive(run, stopped, lambda chunk: post(ChunkReady(job, chunk)), trace.stepped)
+    result = drive(run, stopped, lambda chunk: emit(ChunkReady(job, chunk)), trace.stepped)
     return final(_queued(result, queue_ms), job.request)
 
 

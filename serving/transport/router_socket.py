@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport import access, curve
 from thor_dflash.serving.transport.keepalive import KEEPALIVE
 
 ZAP = "inproc://zeromq.zap.01"
@@ -71,7 +71,7 @@ class _HeldMessages:
 
 
 class RouterSocket:
-    """The sockets. Only `ring` may be called from other threads than the I/O thread."""
+    """The sockets. Only `wake` may be called from other threads than the I/O thread."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Bind.
@@ -79,28 +79,28 @@ class RouterSocket:
         Raises:
             ConfigError: an endpoint is unsafe, malformed or taken, or the keys cannot be used.
         """
-        curve.check(config)
+        access.check_bind(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._held: dict[bytes, _HeldMessages] = {}
         self.last_sent = -math.inf
         """Time of the last send, monotonic, s."""
-        self._out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._ringing = threading.RLock()
-        """Guards the bell. Reentrant, because a signal handler may ring while it is held."""
-        self._gone: set[int] = set()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_lock = threading.RLock()
+        """Guards the pipe. Reentrant: a signal handler may call `wake` while it is held."""
+        self._closed_fds: set[int] = set()
         """Descriptors of closed connections that no new connection has reused yet."""
         self._closed = False
         self._zap: zmq.Socket[bytes] | None = None
-        self._allowed: frozenset[bytes] = frozenset()
+        self._client_keys: frozenset[bytes] = frozenset()
         try:
             self._router = self._open(config)
         except BaseException:
             self._context.destroy(0)
-            os.close(self._out)
-            os.close(self._bell)
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
             raise
         self._poller = zmq.Poller()
-        for source in (self._router, self._monitor, self._zap, self._out):
+        for source in (self._router, self._monitor, self._zap, self._wake_reader):
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
@@ -112,13 +112,13 @@ class RouterSocket:
         router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
         router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
-            self._lock(router, Path(config.curve))
+            self._enable_curve(router, Path(config.curve))
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoints = tuple(_bind(router, endpoint) for endpoint in config.bind)
         return router
 
-    def _lock(self, router: zmq.Socket[bytes], keys: Path) -> None:
-        self._allowed = curve.allowed(keys)
+    def _enable_curve(self, router: zmq.Socket[bytes], keys: Path) -> None:
+        self._client_keys = curve.client_keys(keys)
         router.curve_secretkey = curve.secret_key(keys / "server.secret")
         router.curve_publickey = curve.public_key(keys / "server.public")
         router.curve_server = True
@@ -127,56 +127,56 @@ class RouterSocket:
         self._zap.linger = 0
         self._zap.bind(ZAP)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the I/O thread. May be called from any thread."""
-        with self._ringing, suppress(BlockingIOError):  # the pipe is full: it will wake anyway
-            if self._bell >= 0:
-                os.write(self._bell, b"\0")
+        with self._wake_lock, suppress(BlockingIOError):  # the pipe is full: it will wake anyway
+            if self._wake_writer >= 0:
+                os.write(self._wake_writer, b"\0")
 
     def wait(self, seconds: float) -> Iterator[ReceivedMessage | ConnectionClosed]:
         """Wait for an event, then yield what arrived, oldest first: at most BURST messages, and
         none once the caller has spent BURST_S seconds on those before.
         """
         self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
-        self._silence()
-        self._admit()
+        self._clear_wakeups()
+        self._answer_zap()
         until = time.monotonic() + BURST_S
         for _ in range(BURST):
             # Before each message: descriptors are reused, so the closing of a connection must be
             # reported before any message from a new connection with the same descriptor.
-            yield from self._leavers()
-            letter = self._receive()
-            if letter is None:
+            yield from self._closed_connections()
+            message = self._receive()
+            if message is None:
                 return
-            yield letter
-            if letter.fd in self._gone:
-                yield ConnectionClosed(letter.fd)  # it closed before its last message was read
+            yield message
+            if message.fd in self._closed_fds:
+                yield ConnectionClosed(message.fd)  # it closed before its last message was read
             if time.monotonic() >= until:
                 return
 
-    def _silence(self) -> None:
+    def _clear_wakeups(self) -> None:
         try:
-            while os.read(self._out, 4096):
+            while os.read(self._wake_reader, 4096):
                 pass
         except BlockingIOError:
             pass
 
-    def _admit(self) -> None:
+    def _answer_zap(self) -> None:
         while self._zap is not None and self._zap.poll(0):
             version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
-            known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed
+            known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._client_keys
             verdict = [b"200", b"OK"] if known else [b"400", b"unknown key"]
             user = z85.encode(credentials[0]) if known else b""
             self._zap.send_multipart([version, request, *verdict, user, b""])
 
-    def _leavers(self) -> Iterator[ConnectionClosed]:
+    def _closed_connections(self) -> Iterator[ConnectionClosed]:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._gone.discard(fd)
+                self._closed_fds.discard(fd)
             else:
-                self._gone.add(fd)
+                self._closed_fds.add(fd)
                 yield ConnectionClosed(fd)
 
     def _receive(self) -> ReceivedMessage | None:
@@ -257,12 +257,12 @@ class RouterSocket:
             if source is not None:
                 source.close()
         self._context.term()
-        with self._ringing:
-            # Cleared before closing: a later `ring` must not write to a file that has reused the
+        with self._wake_lock:
+            # Cleared before closing: a later `wake` must not write to a file that has reused the
             # descriptor.
-            bell, self._bell = self._bell, -1
-            os.close(bell)
-        os.close(self._out)
+            writer, self._wake_writer = self._wake_writer, -1
+            os.close(writer)
+        os.close(self._wake_reader)
 
 
 def _descriptor(frame: zmq.Frame) -> int:
@@ -273,7 +273,7 @@ def _descriptor(frame: zmq.Frame) -> int:
 
 
 def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:
-    curve.check_free(endpoint)
+    access.check_free(endpoint)
     # The umask decides the permissions of an ipc socket: only its owner may connect.
     before = os.umask(0o077)
     try:

@@ -22,38 +22,38 @@ def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **ask: 
     )
 
 
-def queue(books: Scheduler, *jobs: Job) -> list[tuple[str, str]]:
+def queue(scheduler: Scheduler, *jobs: Job) -> list[tuple[str, str]]:
     """Add jobs and accept each, so that they are ready to run. Returns the id and the error code of
     every job that was displaced.
     """
     out: list[tuple[str, str]] = []
     for one in jobs:
-        books.arrive(one, 10.0)
-        out += accept(books, one)
+        scheduler.arrive(one, 10.0)
+        out += accept(scheduler, one)
     return out
 
 
-def accept(books: Scheduler, one: Job) -> list[tuple[str, str]]:
+def accept(scheduler: Scheduler, one: Job) -> list[tuple[str, str]]:
     """Accept a job that has arrived; returns what `queue` does."""
-    displaced = books.accept(one, 10.0)
-    assert all(books.leave(old) for old, _ in displaced)
+    displaced = scheduler.accept(one, 10.0)
+    assert all(scheduler.remove(old) for old, _ in displaced)
     one.state = "queued"
     return [(old.request.id, error.code) for old, error in displaced]
 
 
-def run(books: Scheduler) -> str | None:
+def run(scheduler: Scheduler) -> str | None:
     """Let the next job begin; returns its id, or None if none may begin."""
-    one = books.next()
+    one = scheduler.next()
     if one is None:
         return None
     one.state = "running"
     return one.request.id
 
 
-def full(books: Scheduler, **priorities: int) -> None:
+def full(scheduler: Scheduler, **priorities: int) -> None:
     """Queue jobs with these ids and priorities and begin one, which must be "runs"."""
-    queue(books, *(job(id, priority=priority) for id, priority in priorities.items()))
-    assert run(books) == "runs"
+    queue(scheduler, *(job(id, priority=priority) for id, priority in priorities.items()))
+    assert run(scheduler) == "runs"
 
 
 def urgent(id: str, session: str = "", priority: int = 8) -> Job:
@@ -61,11 +61,11 @@ def urgent(id: str, session: str = "", priority: int = 8) -> Job:
     return job(id, session, priority=priority, preempt="lower")
 
 
-def leave(books: Scheduler, id: str) -> None:
-    """Remove the job with this id, which must be in the books."""
-    assert books.leave(next(one for one in books.jobs() if one.request.id == id))
+def leave(scheduler: Scheduler, id: str) -> None:
+    """Remove the job with this id, which must be in the scheduler."""
+    assert scheduler.remove(next(one for one in scheduler.jobs() if one.request.id == id))
 
 
-def waiting(books: Scheduler) -> list[str]:
+def waiting(scheduler: Scheduler) -> list[str]:
     """Returns the ids of the jobs that wait, in order."""
-    return [one.request.id for one in books.waiting]
+    return [one.request.id for one in scheduler.waiting]

@@ -187,12 +187,12 @@ class House:
     def skipping(self, lost: int) -> Server:
         """A mock that drops the chunk of this number of every plan, as for a slow reader."""
         server = self.mock()
-        send = server._desk._send
+        send = server._handlers._send
 
         def skip(*message: Any, droppable: bool = False) -> bool:
             return (droppable and message[-1] == lost) or send(*message, droppable=droppable)
 
-        server._desk._send = skip  # type: ignore[method-assign]
+        server._handlers._send = skip  # type: ignore[method-assign]
         return server
 
     def held(self, **config: Any) -> tuple[Server, HeldBackend]:

@@ -72,7 +72,7 @@ def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
     for stream in streams:  # the first had begun, the second had not
         with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
             next(stream)
-    books = server._desk.books
+    books = server._handlers.scheduler
     until(lambda: books.running is None or books.running.stop)
     held.let()
     until(lambda: held.ended)

@@ -36,7 +36,7 @@ from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, Planner
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import MSGPACK
-from thor_dflash.serving.transport import curve
+from thor_dflash.serving.transport import access
 
 CYCLE_S = 0.004
 """Time of a cycle: so long that a plan outlasts a deadline of 50 ms, which even a busy machine does
@@ -218,7 +218,7 @@ def wait_until_free(endpoint: str) -> None:
     end = time.monotonic() + 20
     while time.monotonic() < end:
         try:
-            curve.check_free(endpoint)
+            access.check_free(endpoint)
         except ConfigError:
             time.sleep(0.002)
         else:

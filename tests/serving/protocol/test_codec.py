@@ -273,7 +273,7 @@ def test_a_key_that_is_no_string_is_told_in_both_dialects() -> None:
 def test_groot_requests_are_the_same_requests() -> None:
     body = MSGPACK.encode({"endpoint": "plan", "data": {"prompt": "x"}, "api_token": "secret"})
     head = MSGPACK.decode(body, Head)
-    assert groot.speaks(head)
+    assert groot.is_groot(head)
     request = groot.read(MSGPACK, body, head)
     assert isinstance(request, messages.PlanRequest)
     assert (request.prompt, request.token) == ("x", "secret")
@@ -310,7 +310,7 @@ def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
 def test_a_long_name_is_told_cut(key: str, rest: str) -> None:
     body = f'{{"{key}": "plan", "{"q" * 2000}{rest}'.encode()
     head = codec.head_of(JSON, body)
-    reader = groot.read if groot.speaks(head) else codec.read
+    reader = groot.read if groot.is_groot(head) else codec.read
     with pytest.raises(PlanError, match="^q{64} must be ") as caught:
         reader(JSON, body, head)
     assert caught.value.field == "q" * 64

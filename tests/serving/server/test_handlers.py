@@ -1,5 +1,5 @@
-"""The desk by itself: how it answers letters and the posts of other threads, also where a peer or a
-thread is gone.
+"""The handlers alone: replies to messages and to events of the worker threads, also where a peer
+or a thread is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol.messages import Chunk
 from thor_dflash.serving.server.event_log import EventLog
-from thor_dflash.serving.server.handlers import ENVELOPE, RequestHandlers, ServerActions
+from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
 from thor_dflash.serving.server.lifecycle import RETRY_MS, Lifecycle
 from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.workers import ChunkReady, FileWritten, JobChecked, JobDone
@@ -25,7 +25,7 @@ from thor_dflash.serving.transport.router_socket import ReceivedMessage
 BACKEND = MockBackend(ServeConfig())
 
 
-class Door:
+class FakeRouter:
     """Stands in for the sockets and keeps what is sent. While `gone`, no peer can be reached."""
 
     def __init__(self) -> None:
@@ -40,62 +40,66 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door()
+def router() -> FakeRouter:
+    return FakeRouter()
 
 
 @pytest.fixture
-def life() -> Lifecycle:
+def lifecycle() -> Lifecycle:
     return Lifecycle(10.0, BACKEND)
 
 
 @pytest.fixture
-def desk(door: Any, life: Lifecycle) -> RequestHandlers:
-    hands = ServerActions(check=lambda job: None, run=lambda job: None, keep=print, stop=print)
-    return RequestHandlers(door, ServeConfig(), life, hands, None, print, EventLog(""))
+def handlers(router: Any, lifecycle: Lifecycle) -> RequestHandlers:
+    actions = ServerActions(check=lambda job: None, run=lambda job: None, write=print, stop=print)
+    return RequestHandlers(router, ServeConfig(), lifecycle, actions, None, print, EventLog(""))
 
 
-def asked(desk: RequestHandlers, id: str, **fields: object) -> Job:
+def receive(handlers: RequestHandlers, body: bytes) -> None:
+    handlers.handle_message(ReceivedMessage((b"peer", b"", body), 7))
+
+
+def asked(handlers: RequestHandlers, id: str, **fields: object) -> Job:
     body = msgspec.json.encode({"op": "plan", "id": id, "prompt": "x", "session": "s", **fields})
-    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
-    return desk.books.jobs()[-1]
+    receive(handlers, body)
+    return handlers.scheduler.jobs()[-1]
 
 
-def checked(desk: RequestHandlers, job: Job) -> None:
+def checked(handlers: RequestHandlers, job: Job) -> None:
     request: Any = job.request
-    desk.posted(JobChecked(job, BACKEND.prepare(request, None)))
+    handlers.handle_event(JobChecked(job, BACKEND.prepare(request, None)))
 
 
 def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    jobs = [asked(desk, id, preempt="none") for id in "ab"]
+    jobs = [asked(handlers, id, preempt="none") for id in "ab"]
     for job in jobs:
-        checked(desk, job)
+        checked(handlers, job)
     assert [job.state for job in jobs] == ["running", "queued"]
-    last = asked(desk, "c", preempt="same_session")
-    door.gone = True
-    checked(desk, last)
+    last = asked(handlers, "c", preempt="same_session")
+    router.gone = True
+    checked(handlers, last)
     assert [job.state for job in (*jobs, last)] == ["running", "left", "left"]
-    assert desk.books.jobs() == jobs[:1]
-    assert [reply["id"] for reply in door.sent] == ["b"], "nobody hears of the others"
+    assert handlers.scheduler.jobs() == jobs[:1]
+    assert [reply["id"] for reply in router.sent] == ["b"], "nobody hears of the others"
 
 
 def test_an_engine_that_outlives_another_thread_is_told_to_stop(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    job = asked(desk, "a")
-    checked(desk, job)
+    job = asked(handlers, "a")
+    checked(handlers, job)
     assert (job.state, job.stop) == ("running", None)
-    desk.fail()
+    handlers.fail()
     assert job.stop == "cancelled", "its thread is waited for, and nobody hears its plan"
-    assert [reply["code"] for reply in door.sent] == ["engine_fault"]
+    assert [reply["code"] for reply in router.sent] == ["engine_fault"]
 
 
 def test_while_it_drains_questions_are_answered_and_new_work_is_not(
-    desk: RequestHandlers, door: Door, life: Lifecycle
+    handlers: RequestHandlers, router: FakeRouter, lifecycle: Lifecycle
 ) -> None:
-    life.draining = True
+    lifecycle.draining = True
     looks = ("hello", "ping", "health", "stats", "prefix.list", "cancel")
     wants = ("plan", "validate", "prefix.put", "prefix.drop")
     given: dict[str, dict[str, str]] = {
@@ -107,8 +111,8 @@ def test_while_it_drains_questions_are_answered_and_new_work_is_not(
     }
     for op in (*looks, *wants):
         body = msgspec.json.encode({"op": op, **given.get(op, {})})
-        desk.letter(ReceivedMessage((b"peer", b"", body), 7))
-    assert [reply.get("code") for reply in door.sent] == [None] * 6 + ["draining"] * 4
+        receive(handlers, body)
+    assert [reply.get("code") for reply in router.sent] == [None] * 6 + ["draining"] * 4
 
 
 @pytest.mark.parametrize(
@@ -117,156 +121,169 @@ def test_while_it_drains_questions_are_answered_and_new_work_is_not(
      (b'{"op":"ping","id":null}', None), (b"{", None), (b"?", None)],
 )  # fmt: skip
 def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
-    desk: RequestHandlers, door: Door, body: bytes, id: str | None
+    handlers: RequestHandlers, router: FakeRouter, body: bytes, id: str | None
 ) -> None:
-    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
-    (reply,) = door.sent
+    receive(handlers, body)
+    (reply,) = router.sent
     assert (reply["type"], reply["id"]) == ("error", id)
 
 
-@pytest.mark.parametrize(("hops", "answer"), [(ENVELOPE - 1, "result"), (ENVELOPE, "error")])
+@pytest.mark.parametrize(("hops", "answer"), [(7, "result"), (8, "error")])
 def test_as_many_hops_as_may_be_are_answered_and_no_more(
-    desk: RequestHandlers, door: Door, hops: int, answer: str
+    handlers: RequestHandlers, router: FakeRouter, hops: int, answer: str
 ) -> None:
     envelope = (*(b"hop%d" % i for i in range(hops)), b"")
-    desk.letter(ReceivedMessage((*envelope, b'{"op":"ping","id":"p"}'), 7))
-    assert [reply["type"] for reply in door.sent] == [answer]
+    handlers.handle_message(ReceivedMessage((*envelope, b'{"op":"ping","id":"p"}'), 7))
+    assert [reply["type"] for reply in router.sent] == [answer]
 
 
-def test_a_slow_reader_may_lose_words_and_no_step(desk: RequestHandlers, door: Door) -> None:
-    job = asked(desk, "a")
-    checked(desk, job)
+def test_a_slow_reader_may_lose_text_and_no_step(
+    handlers: RequestHandlers, router: FakeRouter
+) -> None:
+    job = asked(handlers, "a")
+    checked(handlers, job)
     for kind in ("progress", "thinking", "text", "step"):
-        desk.posted(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
-    assert door.droppable == [True, True, True, False]
+        handlers.handle_event(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
+    assert router.droppable == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
     ("code", "told"), [("engine_fault", True), ("internal", True), ("deadline", False)]
 )
 def test_health_tells_the_last_fault_of_a_plan_and_no_refusal(
-    desk: RequestHandlers, life: Lifecycle, code: Code, told: bool
+    handlers: RequestHandlers, lifecycle: Lifecycle, code: Code, told: bool
 ) -> None:
-    job = asked(desk, "a")
-    checked(desk, job)
-    desk.posted(JobDone(job, PlanError(code, "what happened")))
-    assert life.health(0, 0)["error"] == ("what happened" if told else None)
+    job = asked(handlers, "a")
+    checked(handlers, job)
+    handlers.handle_event(JobDone(job, PlanError(code, "what happened")))
+    assert lifecycle.health(0, 0)["error"] == ("what happened" if told else None)
 
 
 def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    job = asked(desk, "a", deadline_ms=60_000)
+    job = asked(handlers, "a", deadline_ms=60_000)
     job.arrived -= 59.0
     job.deadline = time.monotonic() + 1.0
     request: Any = job.request
     prepared = replace(BACKEND.prepare(request, None), min_ms=30_000.0)
-    desk.posted(JobChecked(job, prepared))
-    assert [reply["code"] for reply in door.sent] == ["deadline_infeasible"]
-    assert door.sent[0]["min_ms"] >= 59_000 + 30_000, "counted from the arrival, as deadline_ms is"
+    handlers.handle_event(JobChecked(job, prepared))
+    assert [reply["code"] for reply in router.sent] == ["deadline_infeasible"]
+    assert router.sent[0]["min_ms"] >= 59_000 + 30_000, "from the arrival, as deadline_ms"
 
 
-def pinned(desk: RequestHandlers) -> Job:
+def pinned(handlers: RequestHandlers) -> Job:
     """A prefix that the engine holds, while its file is being written."""
     body = msgspec.json.encode({"op": "prefix.put", "id": "p", "prefix_id": "x", "system": "y"})
-    desk.letter(ReceivedMessage((b"peer", b"", body), 7))
-    (job,) = desk.books.jobs()
-    desk.posted(JobDone(job, {"prefix_id": "x"}))
-    assert job.state == "keeping"
+    receive(handlers, body)
+    (job,) = handlers.scheduler.jobs()
+    handlers.handle_event(JobDone(job, {"prefix_id": "x"}))
+    assert job.state == "writing"
     return job
 
 
 def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    job = pinned(desk)
-    desk.letter(ReceivedMessage((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7))
-    desk.give_up()
-    assert not desk.idle, "its file may still fail"
-    desk.posted(FileWritten(job, {"prefix_id": "x"}))
-    assert [(reply["id"], reply["type"]) for reply in door.sent] == [("c", "ack"), ("p", "result")]
-    assert door.sent[0]["cancelled"] is False
-    assert desk.idle
+    job = pinned(handlers)
+    handlers.handle_message(
+        ReceivedMessage((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7)
+    )
+    handlers.give_up()
+    assert not handlers.idle, "its file may still fail"
+    handlers.handle_event(FileWritten(job, {"prefix_id": "x"}))
+    assert [(reply["id"], reply["type"]) for reply in router.sent] == [
+        ("c", "ack"),
+        ("p", "result"),
+    ]
+    assert router.sent[0]["cancelled"] is False
+    assert handlers.idle
 
 
 @pytest.mark.parametrize("op", ["health", "stats"])
 def test_a_prefix_that_waits_for_the_disk_is_no_work_that_waits(
-    desk: RequestHandlers, door: Door, op: str
+    handlers: RequestHandlers, router: FakeRouter, op: str
 ) -> None:
-    pinned(desk)
-    desk.letter(ReceivedMessage((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7))
-    assert [(reply["running"], reply["waiting"]) for reply in door.sent] == [(0, 0)]
+    pinned(handlers)
+    handlers.handle_message(
+        ReceivedMessage((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7)
+    )
+    assert [(reply["running"], reply["waiting"]) for reply in router.sent] == [(0, 0)]
 
 
 def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    prefix = pinned(desk)
-    desk.left(7)
-    desk.posted(FileWritten(prefix, {"prefix_id": "x"}))
-    job = asked(desk, "a")
-    checked(desk, job)
-    desk.left(7)
-    desk.posted(ChunkReady(job, Chunk(kind="text", text="a word")))
+    prefix = pinned(handlers)
+    handlers.connection_closed(7)
+    handlers.handle_event(FileWritten(prefix, {"prefix_id": "x"}))
+    job = asked(handlers, "a")
+    checked(handlers, job)
+    handlers.connection_closed(7)
+    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="a word")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    desk.posted(JobDone(job, PlanError("cancelled", "it was told to stop")))
-    assert door.sent == []
-    assert desk.idle
+    handlers.handle_event(JobDone(job, PlanError("cancelled", "it was told to stop")))
+    assert router.sent == []
+    assert handlers.idle
 
 
 def test_a_plan_whose_words_cannot_be_written_is_answered_once_and_stopped(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    job = asked(desk, "a")
-    checked(desk, job)
-    desk.posted(ChunkReady(job, Chunk(kind="text", text="\udcff")))
+    job = asked(handlers, "a")
+    checked(handlers, job)
+    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="\udcff")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    desk.posted(ChunkReady(job, Chunk(kind="text", text="more")))
-    desk.posted(JobDone(job, PlanError("cancelled", "it was told to stop")))
-    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("a", "internal")]
-    assert desk.stats.refused == {"internal": 1}
+    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="more")))
+    handlers.handle_event(JobDone(job, PlanError("cancelled", "it was told to stop")))
+    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("a", "internal")]
+    assert handlers.stats.refused == {"internal": 1}
 
 
 def test_a_plan_that_left_while_it_was_checked_displaces_nobody(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
-    gone = asked(desk, "a", preempt="same_session")
-    desk.left(7)
-    other = asked(desk, "b")
-    checked(desk, gone)
-    assert (gone.state, other.state, door.sent) == ("left", "preparing", [])
+    gone = asked(handlers, "a", preempt="same_session")
+    handlers.connection_closed(7)
+    other = asked(handlers, "b")
+    checked(handlers, gone)
+    assert (gone.state, other.state, router.sent) == ("left", "preparing", [])
 
 
 @pytest.mark.parametrize(("end", "code"), [("give_up", "draining"), ("fail", "engine_fault")])
 def test_who_waits_for_a_check_or_a_drop_hears_of_the_end(
-    desk: RequestHandlers, door: Door, end: str, code: str
+    handlers: RequestHandlers, router: FakeRouter, end: str, code: str
 ) -> None:
     for body in (b'{"op":"validate","id":"v","prompt":"x"}',
                  b'{"op":"prefix.drop","id":"d","prefix_id":"x"}'):  # fmt: skip
-        desk.letter(ReceivedMessage((b"peer", b"", body), 7))
-    assert not desk.idle
-    getattr(desk, end)()
-    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("v", code), ("d", code)]
-    assert desk.idle
+        receive(handlers, body)
+    assert not handlers.idle
+    getattr(handlers, end)()
+    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("v", code), ("d", code)]
+    assert handlers.idle
 
 
 def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(
-    desk: RequestHandlers, door: Door
+    handlers: RequestHandlers, router: FakeRouter
 ) -> None:
     for id, given in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
-        checked(desk, asked(desk, id, **given))
-    desk.expire(time.monotonic())
-    assert door.sent == []
-    desk.expire(time.monotonic() + 1)
-    assert [(reply["id"], reply["code"]) for reply in door.sent] == [("b", "deadline")]
-    assert desk.stats.finished == {"deadline": 1}
+        checked(handlers, asked(handlers, id, **given))
+    handlers.expire(time.monotonic())
+    assert router.sent == []
+    handlers.expire(time.monotonic() + 1)
+    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("b", "deadline")]
+    assert handlers.stats.finished == {"deadline": 1}
 
 
 @pytest.mark.parametrize(("e2e_ms", "told"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
 def test_a_full_queue_names_the_time_of_a_plan(
-    desk: RequestHandlers, door: Door, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, told: float
+    handlers: RequestHandlers,
+    router: FakeRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    e2e_ms: float,
+    told: float,
 ) -> None:
     monkeypatch.setattr(BACKEND.rates, "e2e_ms", e2e_ms)
     for n in range(ServeConfig().max_queue + 2):
-        asked(desk, f"{n}", session=f"{n}")
-    assert [(reply["code"], reply["retry_after_ms"]) for reply in door.sent] == [("busy", told)]
+        asked(handlers, f"{n}", session=f"{n}")
+    assert [(reply["code"], reply["retry_after_ms"]) for reply in router.sent] == [("busy", told)]

@@ -11,7 +11,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.lifecycle import DEGRADED, Lifecycle
-from thor_dflash.serving.server.server import AWAY_S, TICK_S, Server
+from thor_dflash.serving.server.server import PAUSED_S, TICK_S, Server
 from thor_dflash.serving.server.workers import Heartbeat
 
 WATCHDOG_S = 1000.0
@@ -20,18 +20,18 @@ LATE_S = DEGRADED * WATCHDOG_S
 
 def stepping(since_s: float) -> Lifecycle:
     """The state of a server whose engine began a step `since_s` seconds ago."""
-    pulse = Heartbeat(busy=True, at=time.monotonic() - since_s)
-    return Lifecycle(WATCHDOG_S, MockBackend(ServeConfig()), pulse=pulse)
+    heartbeat = Heartbeat(busy=True, at=time.monotonic() - since_s)
+    return Lifecycle(WATCHDOG_S, MockBackend(ServeConfig()), heartbeat=heartbeat)
 
 
 def test_a_step_that_hangs_is_told_of_a_server_that_drains_too() -> None:
     # A client that waits for the drained server to end must learn that it may never do so.
-    life = stepping(LATE_S + 60)
-    life.draining = True
-    health = life.health(1, 0)
+    lifecycle = stepping(LATE_S + 60)
+    lifecycle.draining = True
+    health = lifecycle.health(1, 0)
     assert (health["state"], health["level"], health["ready"]) == ("degraded", "ERROR", False)
-    life.pulse.beat(busy=True)
-    assert life.state(busy=True) == "draining"
+    lifecycle.heartbeat.beat(busy=True)
+    assert lifecycle.state(busy=True) == "draining"
 
 
 @pytest.mark.parametrize(("since_s", "word"), [(LATE_S - 60, "busy"), (LATE_S + 60, "degraded")])
@@ -40,10 +40,10 @@ def test_a_step_is_late_by_its_share_of_the_watchdogs_time(since_s: float, word:
 
 
 def test_a_fault_is_told_before_everything_else() -> None:
-    life = stepping(LATE_S + 60)
-    life.draining, life.failed = True, ModelFault("what happened")
-    assert life.state(busy=True) == "failed"
-    assert "what happened" not in str(life.health(1, 0)), "that is for the log"
+    lifecycle = stepping(LATE_S + 60)
+    lifecycle.draining, lifecycle.failed = True, ModelFault("what happened")
+    assert lifecycle.state(busy=True) == "failed"
+    assert "what happened" not in str(lifecycle.health(1, 0)), "that is for the log"
 
 
 @pytest.fixture
@@ -54,15 +54,15 @@ def watched() -> Iterator[tuple[Server, list[int]]]:
     statuses: list[int] = []
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=WATCHDOG_S)
     server = Server(lambda: MockBackend(config), config, log=lambda text: None, die=statuses.append)
-    server._life.pulse.beat(busy=True)
-    server._watch(server._life.pulse.at)
+    server._lifecycle.heartbeat.beat(busy=True)
+    server._watch(server._lifecycle.heartbeat.at)
     yield server, statuses
-    server._door.close()
+    server._router.close()
 
 
 def watch(server: Server, since_s: float, until_s: float, every_s: float = TICK_S) -> None:
     """Let the watchdog look every `every_s` seconds; the times count from the last sign of life."""
-    at = server._life.pulse.at
+    at = server._lifecycle.heartbeat.at
     while since_s < until_s:
         since_s = min(until_s, since_s + every_s)
         server._watch(at + since_s)
@@ -85,7 +85,7 @@ def test_a_process_that_was_stopped_does_not_take_its_engine_for_hung(
 def test_a_sign_of_life_makes_up_for_no_later_time(watched: tuple[Server, list[int]]) -> None:
     server, statuses = watched
     watch(server, 0, 3 * WATCHDOG_S, every_s=3 * WATCHDOG_S)
-    server._life.pulse.at += 3 * WATCHDOG_S  # the next step begins
+    server._lifecycle.heartbeat.at += 3 * WATCHDOG_S  # the next step begins
     watch(server, 0, WATCHDOG_S - 1)
     assert not statuses
     watch(server, WATCHDOG_S - 1, WATCHDOG_S + 1)
@@ -97,7 +97,7 @@ def test_a_step_that_began_after_the_process_was_stopped_has_no_more_time(
 ) -> None:
     """The engine's thread may be the first to go on: then its sign of life is younger."""
     server, statuses = watched
-    server._life.pulse.at += 100 * WATCHDOG_S
+    server._lifecycle.heartbeat.at += 100 * WATCHDOG_S
     watch(server, 0, TICK_S)
     watch(server, TICK_S, WATCHDOG_S - TICK_S)
     assert not statuses
@@ -107,7 +107,7 @@ def test_a_step_that_began_after_the_process_was_stopped_has_no_more_time(
 
 def test_pauses_of_a_busy_thread_excuse_no_hung_engine(watched: tuple[Server, list[int]]) -> None:
     server, statuses = watched
-    pause = 0.99 * AWAY_S  # not all of it: a difference of two times may be rounded up
+    pause = 0.99 * PAUSED_S  # not all of it: a difference of two times may be rounded up
     watch(server, 0, WATCHDOG_S - 1, every_s=pause)
     assert not statuses
     watch(server, WATCHDOG_S - 1, WATCHDOG_S + 1, every_s=pause)

@@ -55,7 +55,7 @@ def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house
     assert new.poll(20_000)
     assert msgspec.json.decode(new.recv_multipart()[-1])["id"] == "p"
     old.close(0)
-    running = server._desk.books.running
+    running = server._handlers.scheduler.running
     until(lambda: running.stop)
     held.let()
     until(lambda: len(held.ended) == 1)
@@ -76,13 +76,13 @@ def test_work_for_a_client_that_cannot_be_reached_is_dropped(
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     assert held.waiting.wait(20)
     if streams:
-        monkeypatch.setattr(server._door, "send", lambda *_, **__: "gone")
+        monkeypatch.setattr(server._router, "send", lambda *_, **__: "gone")
         held.let(1)
     else:
-        (routing,) = {job.peer.routing for job in server._desk.books.jobs()}
-        monkeypatch.setattr(server._door, "retry", lambda now: [routing])
-        server._door.ring()
-    until(lambda: len(server._desk.books) < 2)
+        (routing,) = {job.peer.routing for job in server._handlers.scheduler.jobs()}
+        monkeypatch.setattr(server._router, "retry", lambda now: [routing])
+        server._router.wake()
+    until(lambda: len(server._handlers.scheduler) < 2)
     held.let()
     until(lambda: held.ended == ["cancelled"])
     assert held.started == ["a"]
@@ -149,11 +149,11 @@ def test_the_end_waits_for_answers_that_a_slow_reader_has_not_taken(
     server = house.mock()
     peer = house.peer(server)
     with monkeypatch.context() as full:
-        full.setattr(server._door, "_send", lambda message: "held")
+        full.setattr(server._router, "_send", lambda message: "held")
         peer.send(op="ping", id="p")
-        until(lambda: server._door.holding)
+        until(lambda: server._router.holding)
         server.stop()
-        until(lambda: server._life.stopping)
+        until(lambda: server._lifecycle.stopping)
     assert peer.receive()["id"] == "p"
 
 
@@ -224,8 +224,8 @@ def test_stopping_finishes_what_clerk_and_keeper_have(house: Any) -> None:
     assert {reply["id"]: reply["type"] for reply in (peer.receive(), peer.receive())} == {
         "v": "result", "d": "result"
     }  # fmt: skip
-    until(lambda: server._desk.idle)
-    assert not server._desk.stats.refused, "nothing was given up"
+    until(lambda: server._handlers.idle)
+    assert not server._handlers.stats.refused, "nothing was given up"
 
 
 def test_a_second_stop_does_not_wait_for_clerk_and_keeper(house: Any) -> None:
@@ -261,26 +261,26 @@ def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
 
 def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:
     server, held = house.held()
-    peer, pulse = house.peer(server), server._life.pulse
+    peer, heartbeat = house.peer(server), server._lifecycle.heartbeat
     peer.send(**SMALL, id="a")
     assert held.waiting.wait(20)
     for step in range(1, 4):
-        before = pulse.at
+        before = heartbeat.at
         held.let(1)
         until(lambda step=step: held.steps == step and held.waiting.is_set())  # type: ignore[misc]
-        assert pulse.busy
-        assert pulse.at > before
+        assert heartbeat.busy
+        assert heartbeat.at > before
     held.let()
     assert peer.final("a")["status"] == "ok"
-    assert pulse.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"
+    assert heartbeat.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"
 
 
 def test_a_prefix_gives_signs_of_life_too(house: Any) -> None:
     class Long(MockBackend):
         def pin(self, request: Any, stopped: Any) -> Any:
-            begun = server._life.pulse.at
+            begun = server._lifecycle.heartbeat.at
             assert not stopped()
-            signs.append(server._life.pulse.at > begun)
+            signs.append(server._lifecycle.heartbeat.at > begun)
             return super().pin(request, stopped)
 
     signs: list[bool] = []
@@ -345,8 +345,8 @@ def test_a_thread_that_dies_ends_the_server(
     reply = house.peer(server).ask(**SMALL, id="a")
     assert reply.get("code", "none") == ("engine_fault" if thread == "clerk" else "none")
     assert "secret" not in str(reply)
-    until(lambda: server._life.failed)
-    assert server._life.health(0, 0)["state"] == "failed"
+    until(lambda: server._lifecycle.failed)
+    assert server._lifecycle.health(0, 0)["state"] == "failed"
     house.close()
     assert any("Panic: secret detail" in line for line in house.log)
     house.log[:] = [line for line in house.log if "Traceback" not in line]

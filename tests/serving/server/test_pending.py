@@ -17,7 +17,7 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import workers
-from thor_dflash.serving.server.pending import EACH, MOST, PendingRequests
+from thor_dflash.serving.server.pending import MAX_PER_CLIENT, MAX_TOTAL, PendingRequests
 from thor_dflash.serving.server.scheduler import Peer, job_of
 from thor_dflash.serving.server.workers import PendingRequest, RequestDone
 
@@ -58,35 +58,37 @@ def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> 
     backend = Slow()
     server = house.serve(backend)
     given = {"prompt": "x"} if op == "validate" else {"prefix_id": "x"}
-    peers = [house.peer(server) for _ in range(MOST // EACH + 1)]
+    peers = [house.peer(server) for _ in range(MAX_TOTAL // MAX_PER_CLIENT + 1)]
     for peer in peers[:-1]:
-        for n in range(EACH):
+        for n in range(MAX_PER_CLIENT):
             peer.send(op=op, id=f"{n}", **given)
         reply = peer.ask(op=op, id="over", **given)
         assert (reply["id"], reply["code"], reply["retryable"]) == ("over", "busy", True)
-        assert f"of one client must be <= {EACH} " in reply["message"] or peer is peers[-2]
+        assert (
+            f"of one client must be <= {MAX_PER_CLIENT} " in reply["message"] or peer is peers[-2]
+        )
     reply = peers[-1].ask(op=op, id="one", **given)
     assert (reply["id"], reply["code"]) == ("one", "busy")
-    assert f"of all clients must be <= {MOST} " in reply["message"]
+    assert f"of all clients must be <= {MAX_TOTAL} " in reply["message"]
     assert reply["retry_after_ms"] > 0
     backend.go.set()
-    assert {peers[0].receive()["type"] for _ in range(EACH)} == {"result"}
+    assert {peers[0].receive()["type"] for _ in range(MAX_PER_CLIENT)} == {"result"}
 
 
 def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
-    dues = PendingRequests()
-    taken = [dues.take(peer(1), VALIDATE) for _ in range(EACH)]
-    others = [dues.take(peer(2), DROP)]
-    assert dues.give_up(lambda peer: peer.fd == 1) == taken
-    assert dues.give_up(lambda peer: peer.fd == 1) == [], "once"
-    assert not dues.idle
+    pending = PendingRequests()
+    taken = [pending.add(peer(1), VALIDATE) for _ in range(MAX_PER_CLIENT)]
+    others = [pending.add(peer(2), DROP)]
+    assert pending.abandon(lambda peer: peer.fd == 1) == taken
+    assert pending.abandon(lambda peer: peer.fd == 1) == [], "once"
+    assert not pending.idle
     with pytest.raises(PlanError, match="of one client"):
-        dues.take(peer(1), VALIDATE)
-    assert not dues.settle(taken[0]), "nobody waits"
-    dues.take(peer(1), VALIDATE)
-    assert dues.settle(others[0])
-    dues.give_up()
-    assert dues.idle
+        pending.add(peer(1), VALIDATE)
+    assert not pending.remove(taken[0]), "nobody waits"
+    pending.add(peer(1), VALIDATE)
+    assert pending.remove(others[0])
+    pending.abandon()
+    assert pending.idle
 
 
 def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
@@ -96,11 +98,11 @@ def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
     for name in "abc":
         gone.send(op="validate", id=name, prompt="x")
     assert backend.begun.wait(20)
-    taken = server._desk._dues._taken
+    taken = server._handlers._pending._requests
     until(lambda: len(taken) == 3)  # messages of two clients would come in any order
     other.send(op="validate", id="d", prompt="x")
     gone.close()
-    while not all(owed.given_up for owed in taken[:3]):
+    while not all(owed.abandoned for owed in taken[:3]):
         assert other.ask(op="ping", id="p")["id"] == "p"
     backend.go.set()
     assert other.final("d")["type"] == "result"
@@ -110,7 +112,7 @@ def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
 @pytest.mark.parametrize("hand", ["clerk", "keeper"])
 def test_a_request_that_was_given_up_is_not_begun(hand: str) -> None:
     backend, posts = MockBackend(ServeConfig()), list[Any]()
-    owed = PendingRequest(peer(1), VALIDATE if hand == "clerk" else DROP, given_up=True)
+    owed = PendingRequest(peer(1), VALIDATE if hand == "clerk" else DROP, abandoned=True)
     if hand == "clerk":
         checks: PriorityQueue[workers.CheckItem] = PriorityQueue()
         checks.put(workers.check_item(0, owed))

@@ -136,10 +136,10 @@ def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) 
 
 
 def test_a_server_that_ends_by_a_fault_tells_no_details() -> None:
-    life = Lifecycle(10.0, failed=ThorError("/secret/pkg must be whole"))
-    assert life.health(0, 0)["error"] == FAILED
+    lifecycle = Lifecycle(10.0, failed=ThorError("/secret/pkg must be whole"))
+    assert lifecycle.health(0, 0)["error"] == FAILED
     with pytest.raises(PlanError, match=FAILED):
-        life.loaded()
+        lifecycle.loaded()
 
 
 # --- plans

@@ -61,7 +61,7 @@ def test_a_second_stop_is_heard_while_threads_are_waited_for() -> None:
 
     closing, go = threading.Event(), threading.Event()
     with running(lambda: Long(ServeConfig())) as (server, thread):
-        until(server._life.ready)
+        until(server._lifecycle.ready)
         server.stop()
         assert closing.wait(20)
         thread.join(0.5)  # longer than a thread that still loads would be waited for
@@ -121,10 +121,10 @@ WORK = """
 import sys, time
 import numpy as np
 from onnx import TensorProto, helper
-from thor_dflash import cli
+from thor_dflash.cli import main as cli
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.engines.onnxruntime_import import ort
-from thor_dflash.serving import server
+from thor_dflash.serving.server import server
 from thor_dflash.cli.commands import serve
 
 def load(args, config, progress, log):

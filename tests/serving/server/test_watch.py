@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,8 +26,8 @@ from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
-from thor_dflash.serving.server import host_info, trace
-from thor_dflash.serving.server.event_log import EventLog
+from thor_dflash.serving.server import event_log, host_info, trace
+from thor_dflash.serving.server.event_log import BoundedQueueHandler, EventLog, JsonLinesHandler
 from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "the secret word"}
@@ -114,21 +116,35 @@ def test_a_plan_is_counted_whatever_it_wants_returned(house: Any, tmp_path: Path
     assert None not in json.loads(kept.read_text())["otherData"]["result"]
 
 
-def test_a_file_of_events_is_added_to_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+def test_events_are_appended_and_what_is_null_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in range(2):
-        tell = EventLog(str(path))
-        tell("state", state="ready", error=None, number=number)
-        tell.close()
-        tell("never")
-    assert [(t["event"], t["number"]) for t in lines(path)] == [("state", 0), ("state", 1)]
-    assert "error" not in path.read_text(), "what is null is left out"
-    full = EventLog("/dev/full")
-    full("state")
-    full("state")
-    full.close()
-    with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
+        log = EventLog(str(path))
+        log("never")
+        log.start()
+        log("state", state="ready", error=None, number=number)
+        log.close()
+        log("never")
+    written = [{name: line[name] for name in line if name != "t"} for line in lines(path)]
+    assert written == [{"event": "state", "state": "ready", "number": n} for n in range(2)]
+    with pytest.raises(ConfigError, match="serve.events"):
         EventLog(str(tmp_path))
+
+
+def record(event: str, **fields: object) -> logging.LogRecord:
+    return logging.makeLogRecord({"msg": event, "fields": fields})
+
+
+def test_events_that_wait_for_the_disk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_QUEUED", 2)
+    handler = BoundedQueueHandler(SimpleQueue())
+    for number in range(5):
+        handler.handle(record("state", number=number))
+    kept = [handler.queue.get_nowait() for _ in range(2)]
+    handler.handle(record("ended"))
+    assert [(one.msg, vars(one)["lost"]) for one in (*kept, handler.queue.get_nowait())] == [
+        ("state", 0), ("state", 0), ("ended", 3)
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -142,41 +158,41 @@ def full_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_events_go_on_when_there_is_room_again(tmp_path: Path) -> None:
+def test_a_full_disk_loses_events_and_counts_them(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    tell = EventLog(str(path))
-    tell("state", number=0)
+    handler = JsonLinesHandler(str(path))
+    handler.handle(record("state", number=0))
     with full_beyond(path.stat().st_size + 10):
         for number in (1, 2, 3):
-            tell("state", number=number)
-    tell("state", number=4)
-    tell("state", number=5)
-    tell.close()
-    told = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
-    assert told == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
+            handler.handle(record("state", number=number))
+    handler.handle(record("state", number=4))
+    handler.handle(record("state", number=5))
+    handler.close()
+    written = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
+    assert written == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
 
 
-def test_a_reader_of_events_that_is_slow_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_slow_reader_of_events_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="serve.events must be a file that can be written"):
-        EventLog(str(path))
+    with pytest.raises(ConfigError, match="serve.events"):
+        JsonLinesHandler(str(path))
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    tell, sent = EventLog(str(path)), 3000
+    handler, sent = JsonLinesHandler(str(path)), 3000
     for number in range(sent):
-        tell("state", number=number)
+        handler.handle(record("state", number=number))
     text = b""
     with suppress(BlockingIOError):  # raised when the pipe is empty
         while more := os.read(reader, 1 << 16):
             text += more
     read = [json.loads(line) for line in text.splitlines()]
     assert [t["number"] for t in read] == list(range(len(read)))
-    tell("ended")
+    handler.handle(record("ended"))
     lost, ended = map(json.loads, os.read(reader, 1 << 16).splitlines())
     assert (lost["event"], lost["lines"], ended["event"]) == ("lost", sent - len(read), "ended")
     os.close(reader)
-    tell("never")
-    tell.close()
+    handler.handle(record("never"))
+    handler.close()
 
 
 def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_path: Path) -> None:
@@ -242,10 +258,10 @@ def test_a_directory_of_traces_that_nobody_asks_for_is_left_alone(
 
 
 def test_traces_do_not_fill_a_disk(tmp_path: Path) -> None:
-    for number in range(trace.KEPT + 3):
+    for number in range(trace.MAX_TRACES + 3):
         trace.write(tmp_path, str(number), {})
     left = {path.name.split("-")[1] for path in tmp_path.iterdir()}
-    assert left == {f"{number}.trace.json" for number in range(3, trace.KEPT + 3)}
+    assert left == {f"{number}.trace.json" for number in range(3, trace.MAX_TRACES + 3)}
 
 
 @pytest.mark.parametrize("now", [0, 10**15, 10**18], ids=str)
@@ -254,13 +270,13 @@ def test_a_clock_that_was_set_back_costs_no_new_trace(
 ) -> None:
     own = tmp_path / "kept-by-hand.trace.json"
     own.touch()
-    for number in range(trace.KEPT):
+    for number in range(trace.MAX_TRACES):
         trace.write(tmp_path, f"old{number}", {})
     monkeypatch.setattr(time, "time_ns", lambda: now)
     for number in range(3):
         assert trace.write(tmp_path, f"new{number}", {}).exists()
     left = {path.name.split("-")[1].split(".")[0] for path in tmp_path.iterdir() if path != own}
-    assert left == {f"old{n}" for n in range(3, trace.KEPT)} | {"new0", "new1", "new2"}
+    assert left == {f"old{n}" for n in range(3, trace.MAX_TRACES)} | {"new0", "new1", "new2"}
     assert own.exists()
 
 

@@ -19,7 +19,7 @@ from thor_dflash.serving.client import AsyncPlanner, Options, PlanError, PlanReq
 from thor_dflash.serving.client.retry import Tries, fill
 from thor_dflash.serving.gateway.app import listen_at
 from thor_dflash.serving.planner.schema_validator import Checker
-from thor_dflash.serving.transport import curve as security
+from thor_dflash.serving.transport import access, curve
 from thor_dflash.serving.transport.router_socket import RouterSocket
 
 
@@ -53,7 +53,7 @@ from thor_dflash.serving.transport.router_socket import RouterSocket
 )
 def test_unsafe_and_malformed_settings_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        security.check(ServeConfig(**config))
+        access.check_bind(ServeConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_unsafe_and_malformed_settings_are_refused(config: dict[str, Any], messa
     ids=str,
 )
 def test_settings_that_are_safe_or_insecure_on_purpose_are_accepted(config: dict[str, Any]) -> None:
-    security.check(ServeConfig(**config))
+    access.check_bind(ServeConfig(**config))
 
 
 def test_the_command_refuses_before_it_loads_anything(capsys: Any, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
     for mode in (0o644, 0o640, 0o604, 0o620):
         (keys / "server.secret").chmod(mode)
         with pytest.raises(ConfigError, match=f"got mode {mode:04o}.; chmod 600"):
-            security.secret_key(keys / "server.secret")
+            curve.secret_key(keys / "server.secret")
 
 
 def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
@@ -109,7 +109,7 @@ def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> No
     assert words[words.index("--curve") + 1] == str(keys)
     (keys / "server.secret").chmod(0o644)
     with pytest.raises(ConfigError) as caught:
-        security.secret_key(keys / "server.secret")
+        curve.secret_key(keys / "server.secret")
     command = str(caught.value).partition("; ")[2]
     assert shlex.split(command) == ["chmod", "600", str(keys / "server.secret")]
 
@@ -122,7 +122,7 @@ KEYS = ("server.secret", "server.public", "client.secret", "client.public", "cli
 def test_a_malformed_key_is_refused_by_the_name_of_its_file(
     tmp_path: Path, name: str, key: str
 ) -> None:
-    security.keygen(tmp_path)
+    curve.keygen(tmp_path)
     (tmp_path / name).write_text(key + "\n")
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), curve=str(tmp_path))
     with pytest.raises(ConfigError, match=rf"{name} must hold a key (in Z85|of 40)") as caught:
@@ -141,14 +141,14 @@ def test_keys_are_made_all_or_none(tmp_path: Path, taken: str) -> None:
     with pytest.raises(
         ConfigError, match=f"in which they can be written .got: File exists: .*{taken}"
     ):
-        security.keygen(tmp_path)
+        curve.keygen(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for keys in (ours, theirs):
-        security.keygen(keys)
+        curve.keygen(keys)
     (theirs / "server.public").write_bytes((ours / "server.public").read_bytes())
     server = house.mock(curve=str(ours))
     with RemotePlanner(server.endpoints[0], Options(keys=str(ours))) as planner:
@@ -164,7 +164,7 @@ def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
 
 def test_a_stranger_is_told_of_the_keys(house: Any, tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
-        security.keygen(tmp_path / name)
+        curve.keygen(tmp_path / name)
     (tmp_path / "theirs/server.public").write_bytes((tmp_path / "ours/server.public").read_bytes())
     server = house.mock(curve=str(tmp_path / "ours"))
     options = Options(keys=str(tmp_path / "theirs"), timeout_s=0.5)
@@ -177,7 +177,7 @@ def test_a_stranger_is_told_of_the_keys(house: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_path: Path) -> None:
-    security.keygen(tmp_path)
+    curve.keygen(tmp_path)
     keys = str(tmp_path) if locked else ""
     server = house.mock(curve=keys, max_message=2000)
     options = Options(keys=keys, max_message=2000, retries=0)
@@ -194,7 +194,7 @@ def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_
 def test_who_was_refused_does_not_ask_again(
     form: str, house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    security.keygen(tmp_path / "keys")
+    curve.keygen(tmp_path / "keys")
     endpoint = house.mock(curve=str(tmp_path / "keys")).endpoints[0]
     options, ask = Options(timeout_s=0.5, retries=3), PlanRequest(prompt="x")
     send, sent = Tries.send, list[Any]()
@@ -221,7 +221,7 @@ def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:
     path.write_text("open sesame\n")
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        security.read_token(str(path))
+        access.read_token(str(path))
     path.chmod(0o600)
     peer = house.peer(house.mock(token_file=str(path)))
     for token in ({}, {"token": "open"}, {"token": 5}, {"token": ""}):
@@ -232,7 +232,7 @@ def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:
     assert peer.ask(endpoint="ping", api_token="open sesame")["status"] == "ok"
     path.write_text("\n")
     with pytest.raises(ConfigError, match="secret"):
-        security.read_token(str(path))
+        access.read_token(str(path))
 
 
 def test_an_ipc_socket_is_its_owners_and_not_taken_over(house: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import serving
-from thor_dflash.serving.transport import curve as security
+from thor_dflash.serving.transport import curve
 
 HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -30,7 +30,7 @@ def keys(tmp_path: Path) -> Path:
     let in (`theirs`).
     """
     for name in ("ours", "theirs"):
-        security.keygen(tmp_path / name)
+        curve.keygen(tmp_path / name)
     (tmp_path / "theirs/server.public").write_bytes((tmp_path / "ours/server.public").read_bytes())
     return tmp_path
 

@@ -17,20 +17,21 @@ SERVER = """
 import time
 import zmq
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.transport.router_socket import Door
+from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
-door = Door(ServeConfig(bind=("tcp://127.0.0.1:*",)))
+router = RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",)))
 client = zmq.Context().socket(zmq.DEALER)
 client.linger = 1000
-client.connect(door.endpoints[0])
+client.connect(router.endpoints[0])
 for _ in range(500):
     client.send(b"{}")
 time.sleep(0.3)
 client.close()
 time.sleep(2.0)  # as long as the interpreter may be held up by something else
-letters = sum(type(one).__name__ == "Letter" for _ in range(20) for one in door.wait(0.05))
-assert letters >= 64, letters
-door.close()
+received = [type(one) for _ in range(20) for one in router.wait(0.05)]
+messages = received.count(ReceivedMessage)
+assert messages >= 64, messages
+router.close()
 """
 CLIENT = """
 import threading
@@ -38,7 +39,7 @@ import time
 import msgspec
 import zmq
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import Ask, RemotePlanner
+from thor_dflash.serving.client import PlanRequest, RemotePlanner
 
 context = zmq.Context()
 server = context.socket(zmq.ROUTER)
@@ -57,7 +58,8 @@ thread = threading.Thread(target=serve)
 thread.start()
 with RemotePlanner(f"tcp://127.0.0.1:{port}") as planner:
     try:
-        for number, _ in enumerate(planner.stream(Ask(prompt="Bring the cup.", stream="all"))):
+        request = PlanRequest(prompt="Bring the cup.", stream="all")
+        for number, _ in enumerate(planner.stream(request)):
             if number == 5:  # the robot acts on a step
                 thread.join()
                 time.sleep(0.5)

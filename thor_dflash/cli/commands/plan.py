@@ -28,9 +28,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     with extra("serve"):
         from thor_dflash.serving.client import Options, RemotePlanner, retry
-        from thor_dflash.serving.transport import curve
+        from thor_dflash.serving.transport import access
 
-    token = None if args.token_file is None else curve.read_token(str(args.token_file))
+    token = None if args.token_file is None else access.read_token(str(args.token_file))
     options = Options(keys="" if args.keys is None else str(args.keys), token=token)
     retry.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
