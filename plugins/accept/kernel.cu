@@ -7,7 +7,7 @@ constexpr int FAULT = -1;  // as a slice's id: the slice has NaN or positive inf
 constexpr int STRICT = 0, LOG_MARGIN = 1;
 constexpr int MOST_ROWS = 32;
 
-// See the room's contract; `mask` may be null.
+// See the operator's contract; `mask` may be null.
 struct Call {
     const float* logits;
     const i32 *tokens, *forced, *drafted, *cap, *stop;

@@ -39,14 +39,14 @@ context_kv(const i32* length, const u64* keys, const u64* values, const u64* nor
     if (t + ring < rows) return;
     int position = *length + t;
     u64 slot = position % ring;
-    const Turn<D> turn[] = {turn_at<D>(frequencies, position)};
+    const Rotation<D> rotation[] = {rotation_at<D>(frequencies, position)};
     const u16* k = pointer<const u16>(keys, layer) + static_cast<u64>(t) * kv_heads * D;
     const u16* v = pointer<const u16>(values, layer) + static_cast<u64>(t) * kv_heads * D;
     for (int head = warp; head < kv_heads; head += WARPS) {
         u64 to = (static_cast<u64>(head) * ring + slot) * D;
         Head<D> key[] = {load_head<D>(k + head * D)};
         Head<D> value = load_head<D>(v + head * D);
-        norm_and_turn<D>(key, weight, turn, eps);
+        norm_and_rotate<D>(key, weight, rotation, eps);
         put_head(pointer<u16>(rings_k, layer) + to, key[0]);
         put_head(pointer<u16>(rings_v, layer) + to, value);
     }

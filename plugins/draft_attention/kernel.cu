@@ -91,7 +91,7 @@ constexpr int EACH = ROWS / WARPS;  // query rows that a warp prepares
 // What a warp needs to prepare its rows, besides the rows themselves; loaded before the wait.
 struct Constants {
     Head<D> q_norm, k_norm;
-    Turn<D> turns[EACH];
+    Rotation<D> turns[EACH];
 };
 
 // A warp's i-th row among the block's: head `h` of its query heads, row `t` of the call.
@@ -128,7 +128,7 @@ DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& consta
     Head<D> x[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) x[i] = unpacked<D>(queries[i]);
-    norm_and_turn(x, constants.q_norm, constants.turns, r.eps);
+    norm_and_rotate(x, constants.q_norm, constants.turns, r.eps);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
@@ -137,7 +137,7 @@ DEVICE void put_rows(u8* tile, u8* stage, const Rows& r, const Constants& consta
     if (!stage) return;
 #pragma unroll
     for (int i = 0; i < EACH; i++) x[i] = unpacked<D>(keys[i]);
-    norm_and_turn(x, constants.k_norm, constants.turns, r.eps);
+    norm_and_rotate(x, constants.k_norm, constants.turns, r.eps);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const Spot at(r, i);
@@ -353,7 +353,7 @@ draft_attention(const u16* q, const u16* k, const u16* v, const void* q_norm, co
     for (int i = 0; i < EACH; i++) {
         const bool again = i >= EACH / 2 && r.padded < ROWS;  // second head: the same rows again
         constants.turns[i] = again ? constants.turns[i - EACH / 2]
-                                   : turn_at<D>(frequencies, r.length + Spot(r, i).t);
+                                   : rotation_at<D>(frequencies, r.length + Spot(r, i).t);
     }
     if (s.tiles < STAGES) let_next_start();
     wait_for_previous();

@@ -17,7 +17,7 @@ template <int D> struct Head {
 };
 
 // Cosine and sine of a lane's angles, two per unit.
-template <int D> struct Turn {
+template <int D> struct Rotation {
     float cosine[Head<D>::UNITS][2], sine[Head<D>::UNITS][2];
 };
 
@@ -46,11 +46,11 @@ DEVICE void sine_cosine(float angle, float& sine, float& cosine) {
     s = fma_rn(fma_rn(s, r2, -1.6666654611e-1f), r * r2, r);
     float c = fma_rn(r2, 2.443315711809948e-5f, -1.388731625493765e-3f);
     c = fma_rn(fma_rn(c, r2, 4.166664568298827e-2f), r2 * r2, fma_rn(r2, -0.5f, 1.0f));
-    u32 turn = float_bits(shifted);
-    float first = turn & 1u ? c : s;
-    float second = turn & 1u ? s : c;
-    sine = turn & 2u ? -first : first;
-    cosine = (turn + 1u) & 2u ? -second : second;
+    u32 quadrant = float_bits(shifted);
+    float first = quadrant & 1u ? c : s;
+    float second = quadrant & 1u ? s : c;
+    sine = quadrant & 2u ? -first : first;
+    cosine = (quadrant + 1u) & 2u ? -second : second;
 }
 
 // A lane's part of the frequencies, float32 [D / 2], radians per position.
@@ -70,15 +70,15 @@ template <int D> DEVICE Frequencies<D> load_frequencies(const float* from) {
 }
 
 // The angle is rounded to float32, as in every other implementation here.
-template <int D> DEVICE Turn<D> turn_at(const Frequencies<D>& frequencies, int position) {
-    Turn<D> turn;
+template <int D> DEVICE Rotation<D> rotation_at(const Frequencies<D>& frequencies, int position) {
+    Rotation<D> rotation;
     float at = static_cast<float>(position);
 #pragma unroll
     for (int i = 0; i < Head<D>::UNITS; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++)
-            sine_cosine(mul_rn(at, frequencies.x[i][j]), turn.sine[i][j], turn.cosine[i][j]);
-    return turn;
+            sine_cosine(mul_rn(at, frequencies.x[i][j]), rotation.sine[i][j], rotation.cosine[i][j]);
+    return rotation;
 }
 
 // A head as stored in memory; its loads may still be in flight until it is unpacked.
@@ -137,7 +137,7 @@ template <int D> DEVICE Head<D> load_weight(const void* from, bool wide) {
 // x / rms(x) * weight, rotated, for N heads, interleaved because each is a chain of dependent
 // shuffles. Every lane of the warp must take part.
 template <int D, int N>
-DEVICE void norm_and_turn(Head<D> (&h)[N], const Head<D>& weight, const Turn<D> (&turn)[N],
+DEVICE void norm_and_rotate(Head<D> (&h)[N], const Head<D>& weight, const Rotation<D> (&rotation)[N],
                           float eps) {
     float sum[N];
 #pragma unroll
@@ -163,7 +163,7 @@ DEVICE void norm_and_turn(Head<D> (&h)[N], const Head<D>& weight, const Turn<D> 
                 float& high = h[n].x[i][j + 2];
                 const float a = low * scale * weight.x[i][j];
                 const float b = high * scale * weight.x[i][j + 2];
-                const float c = turn[n].cosine[i][j], s = turn[n].sine[i][j];
+                const float c = rotation[n].cosine[i][j], s = rotation[n].sine[i][j];
                 low = fma_rn(a, c, -(b * s));
                 high = fma_rn(b, c, a * s);
             }

@@ -9,7 +9,7 @@ constexpr int SLAB_COLUMNS = 64;
 constexpr int SLAB_ROW = 2 * SLAB_COLUMNS;  // bytes
 
 // A norm over each head of the rows: sums of squares are [head][HEAD_ROWS][HEAD_PIECES], each
-// over HEAD_COLUMNS / HEAD_PIECES neighbouring columns of a row. As in few.py.
+// over HEAD_COLUMNS / HEAD_PIECES neighbouring columns of a row. As in decode_launch.py.
 constexpr int HEAD_COLUMNS = 128;
 constexpr int HEAD_PIECES = 8;
 constexpr int HEAD_ROWS = 32;

@@ -25,8 +25,8 @@
 #include "linear/mainloop.cuh"
 
 constexpr int THREADS = 32 * (WARPS + 1);
-constexpr int ROOM_AT = STAGES * STAGE_BYTES;
-constexpr int BARRIERS_AT = ROOM_AT + ROOM_BYTES;
+constexpr int PARTIALS_AT = STAGES * STAGE_BYTES;
+constexpr int BARRIERS_AT = PARTIALS_AT + PARTIALS_BYTES;
 constexpr int SCALES_AT = BARRIERS_AT + 96;
 constexpr int STAGED_AT = BARRIERS_AT + 256;
 constexpr int FACTORS_AT = STAGED_AT + WARPS * STAGED_BYTES;
@@ -46,14 +46,14 @@ DEVICE void clear_rows(u8* memory, int rows) {
 }
 
 // Called by one thread.
-DEVICE void init_barriers(const Turn& turn, const Room& room, saddr scales_made, saddr early) {
+DEVICE void init_barriers(const PipelineState& state, const PartialSumBuffer& partials, saddr scales_made, saddr early) {
     for (int i = 0; i < STAGES; i++) {
-        barrier_init(turn.full + 8 * i, 1);
-        barrier_init(turn.empty + 8 * i, 32 * WARPS);
+        barrier_init(state.full + 8 * i, 1);
+        barrier_init(state.empty + 8 * i, 32 * WARPS);
         if (PACED) barrier_init(early + 8 * i, 1);
     }
-    barrier_init(room.arrived, 1);
-    barrier_init(room.free, Room::READERS);
+    barrier_init(partials.arrived, 1);
+    barrier_init(partials.free, PartialSumBuffer::READERS);
     barrier_init(scales_made, 32);
     barrier_init_done();
 }
@@ -86,137 +86,137 @@ struct Scaling {
 //
 // `early`: barriers, for PACED, of the weights of the first STAGES stages. These may come long
 // before the rows, for which the stages' own barriers wait too.
-DEVICE void ask(const Source& source, Turn turn, Walk at, saddr early, const Scaling& scaling,
-                const Following& following, const Room& room) {
-    Turn turn_again = turn, first_turn = turn;
-    Walk again = at;
+DEVICE void produce(const Source& source, PipelineState state, TileIterator at, saddr early, const Scaling& scaling,
+                const Following& following, const PartialSumBuffer& partials) {
+    PipelineState row_state = state, early_state = state;
+    TileIterator again = at;
     const int first = at.at;
-    int asked = 0;
-    Ahead ahead = {source, turn, at, {}, false};
+    int requested = 0;
+    NextStage next_stage = {source, state, at, {}, false};
 #pragma unroll 1
-    for (; asked < STAGES && !ahead.at.over; asked++) {
-        ahead.prepare();
-        if (PACED && asked >= ON_THE_WAY) barrier_wait(early + 8 * (asked - ON_THE_WAY), 0);
-        const saddr barrier = PACED ? early + 8 * asked : ahead.turn.filled();
-        source.announce(barrier, ahead.wish.all_weights + (PACED ? 0 : ahead.wish.all_rows));
-        source.ask_weights(ahead.wish, ahead.turn, barrier);
-        ahead.pass();
+    for (; requested < STAGES && !next_stage.at.over; requested++) {
+        next_stage.prepare();
+        if (PACED && requested >= ON_THE_WAY) barrier_wait(early + 8 * (requested - ON_THE_WAY), 0);
+        const saddr barrier = PACED ? early + 8 * requested : next_stage.state.filled();
+        source.announce(barrier, next_stage.copies.all_weights + (PACED ? 0 : next_stage.copies.all_rows));
+        source.copy_weights(next_stage.copies, next_stage.state, barrier);
+        next_stage.pass();
     }
-    if (threadIdx.x % 32 == 0) room.expect(at.item, 0, cluster_rank());
+    if (threadIdx.x % 32 == 0) partials.expect(at.item, 0, cluster_rank());
     following.fetch();
-    Wish rows;
+    StageCopies rows;
     if (!again.over) rows = source.rows_of(again);
     cluster_wait();
     wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < asked; i++) {
+    for (int i = 0; i < requested; i++) {
         if (i > 0) rows = source.rows_of(again);
-        if (PACED) source.announce_part(turn_again.filled(), rows.all_rows);
-        source.ask_rows(rows, turn_again);
+        if (PACED) source.announce_part(row_state.filled(), rows.all_rows);
+        source.copy_rows(rows, row_state);
         again.next();
-        turn_again.next();
+        row_state.next();
     }
 #pragma unroll 1
-    for (int i = 0; PACED && i < asked; i++) {
+    for (int i = 0; PACED && i < requested; i++) {
         barrier_wait(early + 8 * i, 0);
-        if (threadIdx.x % 32 == 0) barrier_arrive(first_turn.filled());
-        first_turn.next();
+        if (threadIdx.x % 32 == 0) barrier_arrive(early_state.filled());
+        early_state.next();
     }
-    Turn before = turn;  // ON_THE_WAY stages before the next one to request
+    PipelineState before = state;  // ON_THE_WAY stages before the next one to request
     before.next();
     if (HEAD_SCALE) scaling.make();
     bool scaled = !ROW_SCALE;
 #pragma unroll 1
     for (;;) {
-        if (!scaled && (ahead.at.over || MANY && ahead.at.at != first)) {
+        if (!scaled && (next_stage.at.over || MANY && next_stage.at.at != first)) {
             scaling.make();
             scaled = true;
         }
-        if (ahead.at.over) return;
-        ahead.prepare();
+        if (next_stage.at.over) return;
+        next_stage.prepare();
         if (PACED) {
             barrier_wait(before.filled(), before.parity);
             before.next();
         }
-        const saddr filled = ahead.turn.filled();
-        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
-        source.announce(filled, ahead.wish.all_weights + ahead.wish.all_rows);
-        source.ask_weights(ahead.wish, ahead.turn, filled);
-        source.ask_rows(ahead.wish, ahead.turn);
-        ahead.pass();
+        const saddr filled = next_stage.state.filled();
+        barrier_wait(next_stage.state.read(), next_stage.state.parity ^ 1);
+        source.announce(filled, next_stage.copies.all_weights + next_stage.copies.all_rows);
+        source.copy_weights(next_stage.copies, next_stage.state, filled);
+        source.copy_rows(next_stage.copies, next_stage.state);
+        next_stage.pass();
     }
 }
 
-// What a block is given: the kernel's arguments, as in few.py. items: [clusters, most_items, 2].
-struct Given {
+// The kernel's arguments, in the order of decode_launch.py. items: [clusters, most_items, 2].
+struct Params {
     const u8* packed;
     const u8* slabs;
     const float* x_squares;
     Results to;
     const int4* items;
     int most_items;
-    FirstItems first_items;
+    FirstTiles computed_tiles;
     float eps;
     Following following;
 };
 
 // Where a block gets its cluster's first item.
 struct Computed {
-    DEVICE Entry operator()(const Given& given, int cluster) const {
-        return given.first_items.entry(cluster);
+    DEVICE TileEntry operator()(const Params& params, int cluster) const {
+        return params.computed_tiles.entry(cluster);
     }
 };
 struct Loaded {
-    Entry entry;  // on its way while the barriers are initialised
-    DEVICE Entry operator()(const Given&, int) const { return entry; }
+    TileEntry entry;  // on its way while the barriers are initialised
+    DEVICE TileEntry operator()(const Params&, int) const { return entry; }
 };
 
 template <class First>
-DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_entry) {
-    const int rows = given.to.rows;
+DEVICE void run(u8* memory, const Params& params, int cluster, const First& first_entry) {
+    const int rows = params.to.rows;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int rank = cluster_rank();
-    Walk at;
-    at.table = given.items;
-    at.at = cluster * given.most_items * 2;
+    TileIterator at;
+    at.table = params.items;
+    at.at = cluster * params.most_items * 2;
     at.halves = halves_of(rank);
     const saddr barriers = shared_address(memory + BARRIERS_AT);
-    Turn turn;
-    turn.start(shared_address(memory), barriers);
-    Room room = {shared_address(memory + ROOM_AT), barriers + 16 * STAGES,
+    PipelineState state;
+    state.start(shared_address(memory), barriers);
+    PartialSumBuffer partials = {shared_address(memory + PARTIALS_AT), barriers + 16 * STAGES,
                  barriers + 16 * STAGES + 8};
     const saddr scales_made = barriers + 16 * STAGES + 16, early = scales_made + 8;
     constexpr int MADE_AT = HEAD_SCALE ? FACTORS_AT : SCALES_AT;
     clear_rows(memory, rows);
-    if (warp == WARPS && lane == 0) init_barriers(turn, room, scales_made, early);
+    if (warp == WARPS && lane == 0) init_barriers(state, partials, scales_made, early);
     if (!FULL) sync_block();  // the relaxed cluster barrier publishes no memory writes
     cluster_arrive_relaxed();
     if (warp == WARPS) {
-        at.start(first_entry(given, cluster));
+        at.start(first_entry(params, cluster));
         const int first_head = HEAD_SCALE ? at.halves.begin / 2 : 0;
-        ask({given.packed, given.slabs, rows}, turn, at, early,
-            {given.x_squares + first_head * HEAD_ROWS * HEAD_PIECES,
-             reinterpret_cast<float*>(memory + MADE_AT), scales_made, given.eps,
+        produce({params.packed, params.slabs, rows}, state, at, early,
+            {params.x_squares + first_head * HEAD_ROWS * HEAD_PIECES,
+             reinterpret_cast<float*>(memory + MADE_AT), scales_made, params.eps,
              at.halves.steps()},
-            given.following, room);
+            params.following, partials);
         return;
     }
-    at.start(first_entry(given, cluster));  // here, without what only the producer needs
-    const Results& to = given.to;
+    at.start(first_entry(params, cluster));  // here, without what only the producer needs
+    const Results& to = params.to;
     const saddr staged = shared_address(memory) + STAGED_AT + warp * STAGED_BYTES;
-    Share(at.item, rank).stage(staged, to, at.item);
+    WarpShare(at.item, rank).stage(staged, to, at.item);
     cluster_wait();
     wait_for_previous();
     const u32 row_at = ROWS_AT + lane % 16 * SLAB_ROW + (lane % 8 ^ lane / 16) * 16;
     const saddr made = shared_address(memory) + MADE_AT;
     // Of the current item among those of the cluster.
-    const auto number = [&] { return MANY ? at.at / 2 - cluster * given.most_items : 0; };
+    const auto number = [&] { return MANY ? at.at / 2 - cluster * params.most_items : 0; };
     for (;;) {
-        const Item item = at.item;
-        const Part part(item, warp);
+        const WorkTile item = at.item;
+        const WarpTile part(item, warp);
         const bool active = part.of(item) && at.q + part.phase < at.end;
         const u32 slot_at = item.slot_at(part.tile, part.phase);
-        const Reader reader = {turn, slot_at, row_at, at.end, item.phases(), part};
+        const Mainloop mainloop = {state, slot_at, row_at, at.end, item.phases(), part};
         Heads heads(made, scales_made);
         Sums sums;
         NarrowSums narrow_sums;
@@ -224,29 +224,29 @@ DEVICE void run(u8* memory, const Given& given, int cluster, const First& first_
         clear_narrow(narrow_sums);
         if (item.narrow.there()) {
             if (active) {
-                reader.nvfp4_narrow<true>(sums, narrow_sums, at.q);
+                mainloop.nvfp4_narrow<true>(sums, narrow_sums, at.q);
             } else {
-                reader.only_narrow(narrow_sums, at.q);
+                mainloop.only_narrow(narrow_sums, at.q);
             }
         } else if (!active) {
-            reader.skip(at.q);
+            mainloop.skip(at.q);
         } else if (NARROW) {
-            reader.nvfp4_narrow<false>(sums, narrow_sums, at.q);
+            mainloop.nvfp4_narrow<false>(sums, narrow_sums, at.q);
         } else if (ONLY_NVFP4 || (KINDS & 1 << NVFP4 && item.kind == NVFP4)) {
-            reader.nvfp4(sums, at.q, heads);
+            mainloop.nvfp4(sums, at.q, heads);
         } else {
-            reader.others(sums, at.q, item);
+            mainloop.others(sums, at.q, item);
         }
         // Known again from `at` and cluster_rank(): kept across the loop, these would occupy registers.
-        finish(sums, narrow_sums, room, scales_made, to, item, staged, number(), cluster_rank());
+        run_epilogue(sums, narrow_sums, partials, scales_made, to, item, staged, number(), cluster_rank());
         if (!MANY || item.left == 0) return;
         at.at += 2;
         at.open();
         sync_warp();  // all lanes have read the staged data, which is overwritten now
-        Share(at.item, cluster_rank()).stage(staged, to, at.item);
+        WarpShare(at.item, cluster_rank()).stage(staged, to, at.item);
         if (threadIdx.x == 0) {
-            barrier_wait_cluster(room.arrived, Room::parity_before(number()));
-            room.expect(at.item, number(), cluster_rank());
+            barrier_wait_cluster(partials.arrived, PartialSumBuffer::parity_before(number()));
+            partials.expect(at.item, number(), cluster_rank());
         }
     }
 }
@@ -266,11 +266,11 @@ linear(const u8* __restrict__ packed, const float* __restrict__ scales, const u8
     const saddr row_scales = shared_address(memory) + SCALES_AT;
     const Results to = {outputs,    scales,      strips, residual, y_squares, y_slabs, next_weight,
                         row_scales, next_offset, rows};
-    const Given given = {packed,     slabs, x_squares, to, items, most_items, {loaded, first_tiles},
+    const Params params = {packed,     slabs, x_squares, to, items, most_items, {loaded, first_tiles},
                          eps, {next_packed, next_first, next_count}};
     if (LOADED == NO_CLUSTER || (LOADED == SOME_CLUSTERS && cluster >= loaded)) {
-        run(memory, given, cluster, Computed());
+        run(memory, params, cluster, Computed());
     } else {
-        run(memory, given, cluster, Loaded{entry_now(items + cluster * most_items * 2)});
+        run(memory, params, cluster, Loaded{entry_now(items + cluster * most_items * 2)});
     }
 }

@@ -34,7 +34,7 @@ from thor_dflash.plugins.linear.partition import (
     SLIM,
     WARPS,
     Partition,
-    first_items,
+    first_tiles,
     halves,
     lanes,
     partition,
@@ -132,7 +132,7 @@ def _product(site: CallSite, device: Device, fused: FusedEpilogue, rows: Argumen
     tiles = -(-count // TILE_ROWS)
     cut = _cut(site, device)
     ahead = first_read(site.following, device)
-    first = first_items(plan, cut)
+    first = first_tiles(plan, cut)
     return Launch(
         kernel="linear",
         source=f"{fused.folder}decode.cu",

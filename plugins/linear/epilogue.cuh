@@ -10,7 +10,7 @@
 
 constexpr int MOST_ROWS = 32;
 constexpr int SQUARES_COLUMNS = 32;
-static_assert(!NARROW || EPILOGUE == SWIGLU, "nobody wants squares of a narrow tile");
+static_assert(!NARROW || EPILOGUE == SWIGLU, "no squares of a narrow tile");
 
 // For a lane's rows 8 i + own_row() of a row tile: the sums of squares of the values that it stored.
 typedef float Squares[2];
@@ -91,7 +91,7 @@ DEVICE float store_strip(const Results& to, const Place& place, int row, float2 
 #endif
 }
 
-DEVICE void store_own(Squares& squares, const Own& own, const End& end, const Results& to, int m) {
+DEVICE void store_own(Squares& squares, const OwnSums& own, const EpilogueOperands& end, const Results& to, int m) {
     constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;  // input strips per output strip
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -134,7 +134,7 @@ DEVICE void store_squares(Squares& squares, const Results& to, int column, int m
 }
 
 // Finishes eight rows of a narrow tile: one strip of gate and one of up. Returns what `release` needs.
-DEVICE u32 finish_narrow(const Room& room, saddr scales_made, const Results& to, const Item& item,
+DEVICE u32 run_narrow_epilogue(const PartialSumBuffer& partials, saddr scales_made, const Results& to, const WorkTile& item,
                           saddr staged, int octet, int number) {
     const int lane = threadIdx.x % 32, row = 8 * octet + lane / 4;
     wait_staged();
@@ -143,8 +143,8 @@ DEVICE u32 finish_narrow(const Room& room, saddr scales_made, const Results& to,
     place.strip = strip_at(staged + STAGED_STRIPS);
     place.output = to.outputs[0];
     if (ROW_SCALE) barrier_wait(scales_made, 0);
-    barrier_wait_cluster(room.arrived, Room::parity(number));
-    const float4 sum = room.add_narrow(octet % OWN_OCTETS);
+    barrier_wait_cluster(partials.arrived, PartialSumBuffer::parity(number));
+    const float4 sum = partials.add_narrow(octet % OWN_OCTETS);
     const float factor = ROW_SCALE ? scale_of(to, row) : 1.0f;
     store_strip(to, place, row, make_float2(sum.x * gate.x * factor, sum.y * gate.y * factor),
                 make_float2(sum.z * up.x * factor, sum.w * up.y * factor), 0, Raw{});
@@ -153,54 +153,54 @@ DEVICE u32 finish_narrow(const Room& room, saddr scales_made, const Results& to,
 
 // What a warp finishes of an item: half an n-tile of a row tile, eight rows of a narrow tile, both
 // or neither.
-struct Share {
+struct WarpShare {
     int half, octet;  // below 0: none
 
-    DEVICE Share(const Item& item, int rank) {
-        const int warp = threadIdx.x / 32, halves = Room::share(item), own = own_half();
+    DEVICE WarpShare(const WorkTile& item, int rank) {
+        const int warp = threadIdx.x / 32, halves = PartialSumBuffer::share(item), own = own_half();
         half = own < halves && rank * halves + own < item.halves() ? rank * halves + own : -1;
         // If there are warps that finish no half, they take the octets.
         const int first = ROW_TILES > 1 ? 0 : halves;
         const bool narrow = item.narrow.there() && warp >= first && warp < first + OWN_OCTETS;
         octet = narrow ? rank * OWN_OCTETS + warp - first : -1;
     }
-    DEVICE int column(const Item& item) const { return item.column + half * SQUARES_COLUMNS; }
+    DEVICE int column(const WorkTile& item) const { return item.column + half * SQUARES_COLUMNS; }
     // Offset of a narrow tile's staged data: the warp's own area if it finishes no half, else an
     // area behind those of all warps.
     DEVICE static int narrow_at() { return ROW_TILES > 1 ? WARPS * STAGED_BYTES : 0; }
-    DEVICE void stage(saddr to, const Results& from, const Item& item) const {
+    DEVICE void stage(saddr to, const Results& from, const WorkTile& item) const {
         if (half >= 0) stage_end(to, from, column(item), HALF_TILE);
         if (octet >= 0) stage_end(to + narrow_at(), from, item.narrow.column, HALF_TILE / 2);
     }
 };
 
 // Finishes an item after its last product. `staged`: the data that this warp's share needs.
-DEVICE void finish(Sums& sums, const NarrowSums& narrow_sums, const Room& room, saddr scales_made,
-                   const Results& to, const Item& item, saddr staged, int number, int rank) {
-    const Share share(item, rank);
+DEVICE void run_epilogue(Sums& sums, const NarrowSums& narrow_sums, const PartialSumBuffer& partials, saddr scales_made,
+                   const Results& to, const WorkTile& item, saddr staged, int number, int rank) {
+    const WarpShare share(item, rank);
     // Warps with nothing to send wait too: otherwise they could get two phases ahead and miss one.
     // For the first item the wait would succeed at once, but still take time.
-    if (MANY && number > 0) barrier_wait_cluster(room.free, Room::parity_before(number));
-    const Part part(item, threadIdx.x / 32);
-    u32 last = part.of(item) ? room.deliver(sums, item, part, rank) : 0;
-    if (item.narrow.there()) room.send_narrow(narrow_sums, rank);
+    if (MANY && number > 0) barrier_wait_cluster(partials.free, PartialSumBuffer::parity_before(number));
+    const WarpTile part(item, threadIdx.x / 32);
+    u32 last = part.of(item) ? partials.deliver(sums, item, part, rank) : 0;
+    if (item.narrow.there()) partials.send_narrow(narrow_sums, rank);
     if (share.octet >= 0) {
-        last ^= finish_narrow(room, scales_made, to, item, staged + Share::narrow_at(), share.octet,
+        last ^= run_narrow_epilogue(partials, scales_made, to, item, staged + WarpShare::narrow_at(), share.octet,
                               number);
     }
     if (share.half < 0) {
-        if (item.left) room.release(last);
+        if (item.left) partials.release(last);
         return;
     }
     const int column = share.column(item), m = own_row_tile();
-    End end;
+    EpilogueOperands end;
     wait_staged();
     load_end(end, to, staged, m);
     if (ROW_SCALE) barrier_wait(scales_made, 0);
-    barrier_wait_cluster(room.arrived, Room::parity(number));
-    Own own;
-    room.add(own);
-    if (item.left) room.release(last ^ end.last() ^ last_of(own));
+    barrier_wait_cluster(partials.arrived, PartialSumBuffer::parity(number));
+    OwnSums own;
+    partials.add(own);
+    if (item.left) partials.release(last ^ end.last() ^ last_of(own));
     Squares squares;
     store_own(squares, own, end, to, m);
     const bool padding = end.places[0].strip.x < 0;

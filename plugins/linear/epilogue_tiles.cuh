@@ -82,7 +82,7 @@ typedef u32 Raw;
 DEVICE Raw raw_at(saddr at) { return load_shared4(at); }
 #endif
 // Warps that share the epilogue of half an n-tile of a row tile, each with some of the rows: as many
-// as there are for the halves that a block finishes at a time (Room::share). Not
+// as there are for the halves that a block finishes at a time (PartialSumBuffer::share). Not
 // with swiglu and logits, where few sums are added: that more warps run the code costs more there.
 constexpr int AT_A_TIME = 2 * LANES > PARTS ? 2 * LANES / PARTS : 1;
 constexpr int THERE = WARPS / AT_A_TIME / ROW_TILES;
@@ -100,7 +100,7 @@ DEVICE int own_row() { return own_part() * (8 / SHARERS) + threadIdx.x % STRIP_L
 DEVICE int own_strip(int j) { return j * SHARERS + threadIdx.x % 32 / STRIP_LANES; }
 
 // A lane's epilogue data: a pair of columns of each of its strips.
-struct End {
+struct EpilogueOperands {
     Place places[OWN_STRIPS];
     float2 scales[OWN_STRIPS];
     Raw factors[OWN_STRIPS];  // weight of the next norm
@@ -131,7 +131,7 @@ DEVICE float2 factor_of(const Results& to, Raw w) {
 }
 
 // Called before any result is stored: the compiler could not move these loads before a store.
-DEVICE void load_end(End& end, const Results& from, saddr staged, int m) {
+DEVICE void load_end(EpilogueOperands& end, const Results& from, saddr staged, int m) {
     const int pair = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < OWN_STRIPS; j++) {

@@ -9,7 +9,7 @@
 
 constexpr float LARGEST = 3.4e38f;
 static_assert(HEAD_COLUMNS == STEP_K && slots_of(NVFP4) == 1, "two slots are one head");
-static_assert(!HEAD_SCALE || ONLY_NVFP4 && !NARROW, "only Reader::nvfp4 scales by head");
+static_assert(!HEAD_SCALE || ONLY_NVFP4 && !NARROW, "only Mainloop::nvfp4 scales by head");
 
 // Computes 1 / rms [head][ROWS] of `count` heads from sums of squares, activation_slabs.cuh. Called by one
 // warp.

@@ -1,26 +1,26 @@
-// How a multiplying warp goes through the stages of an item, and adds the products of its slots.
+// The mainloop of a consumer warp: waits for a stage, multiplies its slots, releases the stage.
 //
 // Compile-time: see pipeline.cuh.
 #pragma once
 #include "linear/head_norm.cuh"
 
-// A multiplying warp's view of one item. In each stage, its own slots start at number `part.phase`.
-struct Reader {
-    Turn& turn;
+// A consumer warp's mainloop over one work tile. In each stage, its slots start at `part.phase`.
+struct Mainloop {
+    PipelineState& state;
     u32 slot_at, row_at;  // offsets in a stage: of the warp's first slot, of the lane's row
     int end, phases;
-    Part part;
+    WarpTile part;
 
-    DEVICE saddr slot() const { return turn.bytes() + slot_at; }
-    DEVICE saddr slab(int i) const { return turn.bytes() + row_at + i * ROWS * SLAB_ROW; }
-    DEVICE void wait() const { barrier_wait(turn.filled(), turn.parity); }
+    DEVICE saddr slot() const { return state.bytes() + slot_at; }
+    DEVICE saddr slab(int i) const { return state.bytes() + row_at + i * ROWS * SLAB_ROW; }
+    DEVICE void wait() const { barrier_wait(state.filled(), state.parity); }
     // This lane has read the stage; `last` is derived from its last loads. Every lane arrives for
     // itself: this costs nothing measurable, and racecheck does not understand one lane that
     // arrives for others.
     DEVICE void next(u32 last) const {
         received(last);
-        barrier_arrive(turn.read());
-        turn.next();
+        barrier_arrive(state.read());
+        state.next();
     }
 
     // Goes through the remaining stages, in which the warp has no slot. `q`, here and below: the
@@ -37,7 +37,7 @@ struct Reader {
     // row tile.
     DEVICE static int narrow_k16() { return threadIdx.x / 64; }
     DEVICE void load_narrow(Narrow& narrow, int i) const {
-        narrow.load(turn.bytes() + NARROW_AT + (part.phase + i) * NARROW_SLOT,
+        narrow.load(state.bytes() + NARROW_AT + (part.phase + i) * NARROW_SLOT,
                     slab(part.phase + i) + part.side * 16 * SLAB_ROW, narrow_k16());
     }
     DEVICE void only_narrow(NarrowSums& sums, int q) const {
@@ -144,7 +144,7 @@ struct Reader {
     }
 
     // FP8 and bf16. Half a step has at least two of these slots, so a pair (SPLIT 2) is never cut.
-    DEVICE void others(Sums& sums, int q, const Item& item) const {
+    DEVICE void others(Sums& sums, int q, const WorkTile& item) const {
         const int sixteens = item.columns() / 16;
         for (; q + part.phase < end; q += phases) {
             wait();

@@ -158,7 +158,7 @@ DEVICE void add_bf16(Sums& sums, saddr slot, saddr rows, bool half, int side) {
 
 // FP8 and bf16: adds the products of one slot, or of the halves of two, whose first 16 of K is
 // number `k16` of the slab.
-DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int k16, const Item& item, int side) {
+DEVICE void add_slot(Sums& sums, saddr slot, saddr rows, int k16, const WorkTile& item, int side) {
     if ((KINDS & 1 << FP8) && item.kind == FP8) add_fp8(sums, slot, rows ^ 32 * k16, side);
     if (!(KINDS & 1 << BF16) || item.kind != BF16) return;
     add_bf16(sums, slot, rows ^ 32 * k16, item.half, side);

@@ -141,7 +141,7 @@ def halves(plan: PackedLayout, parts: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class FirstTiles:
-    """What a block computes its cluster's first item from, as FirstItems in pipeline.cuh:
+    """What a block computes its cluster's first item from, as FirstTiles in pipeline.cuh:
     arguments of the kernel.
     """
 
@@ -151,7 +151,7 @@ class FirstTiles:
     """n-tiles of the packed weight's first groups, which are NVFP4."""
 
 
-def first_items(plan: PackedLayout, cut: Partition) -> FirstTiles:
+def first_tiles(plan: PackedLayout, cut: Partition) -> FirstTiles:
     """Returns what the first items of a cut follow from."""
     loaded = len(cut.clusters) - _regular(plan, cut)
     return FirstTiles(loaded, sum(group.tiles for group in _first_groups(plan)))
@@ -164,7 +164,7 @@ def _first_groups(plan: PackedLayout) -> list[TileGroup]:
 
 def _regular(plan: PackedLayout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
-    time, in order, and nothing else. None with narrow tiles: see FirstItems in pipeline.cuh.
+    time, in order, and nothing else. None with narrow tiles: see FirstTiles in pipeline.cuh.
     """
     if plan.narrow or not cut.tiles:
         return 0
@@ -283,7 +283,7 @@ def _pieces(
 
 def lanes(plan: PackedLayout, piece: WeightTile, cut: Partition) -> int:
     """Returns among how many n-tiles a block's warps are divided, which may be more than the piece
-    has; as Item::lanes in pipeline.cuh.
+    has; as WorkTile::lanes in pipeline.cuh.
     """
     if cut.warps == SLIM or piece.tiles > WARP_TILES or cut.parts > 4:
         return cut.warps // 2

@@ -1,14 +1,14 @@
-// The ring of stages through which a block streams weights and rows. One producer warp requests
-// bulk copies, stage by stage across the block's items, and WARPS warps multiply. A stage holds one
-// slot of weights for each multiplying warp, and the rows to multiply it with. The weights of the
-// first stages are requested before the previous kernel has ended.
+// The multistage pipeline of a block: a circular buffer of STAGES stages in shared memory. One
+// producer warp issues the bulk copies, stage by stage across the block's work tiles; WARPS consumer
+// warps multiply. A stage holds one slot of weights for each consumer warp, and the rows to multiply
+// it with. The weights of the first stages are copied before the previous kernel has ended.
 //
 // Compile-time: K_SIZE, columns of the rows; WARPS, multiplying warps, 8 or 4; KINDS, the
 // occurring kinds of weight (1 << kind); ROW_TILES, row tiles of 16; FULL, whether these are full
 // of rows; PARTS, blocks of a cluster; MANY, whether a cluster may have more than one item;
-// TILES, n-tiles of every NVFP4 item, 0 if they differ; LANES, the largest Item::lanes; NARROW,
+// TILES, n-tiles of every NVFP4 item, 0 if they differ; LANES, the largest WorkTile::lanes; NARROW,
 // whether items may have a narrow tile; HEAD_SCALE, see head_norm.cuh; LOADED, for which clusters the
-// first item is loaded instead of computed (FirstItems).
+// first item is loaded instead of computed (FirstTiles).
 #pragma once
 #include "linear/packed_weight.cuh"
 
@@ -31,11 +31,11 @@ constexpr int NARROW_AT = ROWS_AT + STAGE_SLABS * ROWS * SLAB_ROW;
 constexpr int STAGE_BYTES = NARROW_AT + NARROW * STAGE_SLABS * NARROW_SLOT;
 // So that two blocks, or three with half of the warps, fit on a multiprocessor.
 constexpr int STAGES = ROW_TILES > 1 ? 2 : 3;
-// How many stages of a block may be on their way from memory at a time. With more, what everyone
-// waits for arrives later: rows, sums, the stages of blocks that start last.
+// Most stages of a block that are in flight at a time. With more, what all blocks wait for arrives
+// later: rows, partial sums, the stages of blocks that start last.
 constexpr int ON_THE_WAY = 2;
 constexpr bool PACED = STAGES > ON_THE_WAY;
-static_assert(!PACED || STAGES == ON_THE_WAY + 1, "ask's `before` starts at the second stage");
+static_assert(!PACED || STAGES == ON_THE_WAY + 1, "produce's `before` starts at the second stage");
 static_assert(WARPS == 4 || WARPS == 8, "warps of an n-tile share its slots");
 static_assert(!NARROW || (ONLY_NVFP4 && PARTS == 2 && WARPS == 8), "where a narrow tile's slots and sums fit");
 
@@ -48,9 +48,9 @@ struct NarrowTile {
     DEVICE bool there() const { return NARROW && column >= 0; }
 };
 
-// Up to four neighbouring n-tiles of one group, or half of a bf16 n-tile. A cluster computes them,
-// each of its blocks over a range of K.
-struct Item {
+// The work tile of a cluster: up to four neighbouring n-tiles of one group, or half of a bf16 n-tile.
+// Split-K: each block of the cluster computes it over a range of K.
+struct WorkTile {
     u32 offset, stride;  // of the first tile in the packed weight; of a step; unit 512 bytes
     int column;          // first packed column
     int kind, tiles;
@@ -85,33 +85,33 @@ struct Item {
     }
 };
 
-// A warp's part of an item: columns of one n-tile, over some of the slots of each stage.
-struct Part {
+// A warp's part of a work tile: columns of one n-tile, over some of the slots of each stage.
+struct WarpTile {
     int tile, phase;  // phase: number of the warp's first slot in a stage
     int side;         // which half of the columns, where two warps share them
 
-    DEVICE Part(const Item& item, int warp) {
+    DEVICE WarpTile(const WorkTile& item, int warp) {
         const int own = warp & item.phases() - 1;
         tile = warp >> item.phase_bits();
         side = own % SPLIT;
         phase = own / SPLIT * SPLIT;
     }
     // Whether the warp has a part of the item. Half an n-tile has only side 0.
-    DEVICE bool of(const Item& item) const {
+    DEVICE bool of(const WorkTile& item) const {
         return tile < item.tiles && (SPLIT == 1 || !item.half || side == 0);
     }
 };
 
-// An item as the table has it.
-struct Entry {
+// A work tile as the table in device memory has it.
+struct TileEntry {
     int4 a, n;  // n-tiles, narrow tile
 };
 
-DEVICE Entry entry_at(const int4* items) {
+DEVICE TileEntry entry_at(const int4* items) {
     return {items[0], NARROW ? items[1] : make_int4(0, 0, -1, 0)};
 }
 // The same, loaded before anything that follows: an ordinary load may be delayed until it is used.
-DEVICE Entry entry_now(const int4* items) {
+DEVICE TileEntry entry_now(const int4* items) {
     return {load_now(items), NARROW ? load_now(items + 1) : make_int4(0, 0, -1, 0)};
 }
 
@@ -119,11 +119,11 @@ DEVICE Entry entry_now(const int4* items) {
 // longest in the blocks that start last, while everything else keeps memory busy, and everyone waits
 // for these. In order, these clusters have the first n-tiles of the packed weight, TILES at a time.
 // With narrow tiles all clusters load: computing these too would take no less.
-struct FirstItems {
+struct FirstTiles {
     int loaded;
     int tiles;  // n-tiles of the packed weight's first groups, which are NVFP4
 
-    DEVICE Entry entry(int cluster) const {
+    DEVICE TileEntry entry(int cluster) const {
         constexpr int UNITS = step_bytes(NVFP4) / 512, EACH = TILES ? TILES : 1;
         constexpr int IN_GROUP = GROUP_TILES / EACH;
         const int i = cluster - loaded, group = i / IN_GROUP, first = i - group * IN_GROUP;
@@ -134,7 +134,7 @@ struct FirstItems {
     }
 };
 
-DEVICE Item item_of(const Entry& entry) {
+DEVICE WorkTile item_of(const TileEntry& entry) {
     const int4 a = entry.a, n = entry.n;
     const int kind = ONLY_NVFP4 ? NVFP4 : a.w & 3;
     const bool half = !ONLY_NVFP4 && (a.w & 4);
@@ -164,23 +164,24 @@ DEVICE Halves halves_of(int rank) {
     return {begin, min(2 * (STEPS * (rank + 1) / PARTS), ALL)};
 }
 
-// A block's position in its work: the stage whose first slot is number q of the item.
-struct Walk {
+// Iterates over the stages of a block's work tiles. At the stage whose first slot is number q of the
+// work tile.
+struct TileIterator {
     const int4* table;
     int at;  // index of the item in the table
     Halves halves;
-    Item item;
+    WorkTile item;
     int q, end;
     bool over;
 
-    DEVICE void open(const Entry& entry) {
+    DEVICE void open(const TileEntry& entry) {
         item = item_of(entry);
         q = halves.begin * item.slots();
         end = halves.end * item.slots();
     }
     DEVICE void open() { open(entry_at(table + at)); }
     // Goes to the first stage; `over` is set if the block has none.
-    DEVICE void start(const Entry& entry) {
+    DEVICE void start(const TileEntry& entry) {
         open(entry);
         over = q >= end;
     }
@@ -194,8 +195,8 @@ struct Walk {
     }
 };
 
-// The current stage of the ring, and its barriers.
-struct Turn {
+// The current stage of the pipeline: its index, the parity of its phase, its full and empty barriers.
+struct PipelineState {
     saddr stages, full, empty;
     u32 stage, parity;
 
@@ -215,9 +216,9 @@ struct Turn {
     }
 };
 
-// The copies that a lane of the producer warp will request for a stage, computed before the stage
-// is free: one of weights and one of rows. A copy of 0 bytes is not requested.
-struct Wish {
+// The bulk copies that a lane of the producer warp issues for a stage, computed before the stage is
+// free: one of weights and one of rows. A copy of 0 bytes is not issued.
+struct StageCopies {
     const u8 *weight, *rows;
     u32 weight_at, weight_bytes;  // weight_at: offset in the stage
     u32 rows_at, row_bytes;
@@ -227,7 +228,7 @@ struct Wish {
     DEVICE void advance() { weight += weight_step, rows += rows_step; }
 };
 
-// What the producer warp copies from.
+// The global memory that the producer warp copies from.
 struct Source {
     const u8* packed;
     const u8* slabs;
@@ -235,20 +236,20 @@ struct Source {
 
     // Whether the next stage's copies are those of this one, advanced: both are whole stages of one
     // item.
-    DEVICE static bool advances(const Walk& at) {
+    DEVICE static bool advances(const TileIterator& at) {
         return (ONLY_NVFP4 || at.item.kind == NVFP4) && at.q + 2 * at.item.phases() <= at.end;
     }
     // The first slab of a stage, and the end (one past the last).
-    DEVICE static int first_slab(const Walk& at) {
+    DEVICE static int first_slab(const TileIterator& at) {
         return at.q * at.item.columns() / SLAB_COLUMNS;
     }
-    DEVICE static int end_slab(const Walk& at) {
+    DEVICE static int end_slab(const TileIterator& at) {
         const int end = min(at.q + at.item.phases(), at.end) * at.item.columns();
         return (end + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
     }
 
-    DEVICE Wish wish(const Walk& at) const {
-        Wish w = rows_of(at);
+    DEVICE StageCopies copies(const TileIterator& at) const {
+        StageCopies w = rows_of(at);
         w.weight_bytes = w.all_weights = 0;
         if (ONLY_NVFP4 || at.item.kind == NVFP4) {
             steps(w, at);
@@ -259,7 +260,7 @@ struct Source {
     }
     // NVFP4: each lane copies one step of all n-tiles, which is contiguous. If half of the last
     // step is padding, the padding is copied too.
-    DEVICE void steps(Wish& w, const Walk& at) const {
+    DEVICE void steps(StageCopies& w, const TileIterator& at) const {
         const int lane = threadIdx.x % 32;
         const int count = (min(at.item.phases(), at.end - at.q) + 1) / 2;
         const u32 bytes = at.item.tiles * step_bytes(NVFP4);
@@ -274,7 +275,7 @@ struct Source {
         if (NARROW && at.item.narrow.there()) narrow(w, at, lane - WARPS);
     }
     // Other kinds: each lane copies one slot, or half of one.
-    DEVICE void slots(Wish& w, const Walk& at) const {
+    DEVICE void slots(StageCopies& w, const TileIterator& at) const {
         const int lane = threadIdx.x % 32, kind = at.item.kind, bits = at.item.phase_bits();
         const int half = at.item.half, warp = lane % WARPS, part = lane / WARPS;
         const int tile = warp >> bits, q = at.q + (warp & (1 << bits) - 1);
@@ -290,7 +291,7 @@ struct Source {
         w.weight_bytes = bytes;
     }
     // The narrow tile's slot number `i` of the stage.
-    DEVICE void narrow(Wish& w, const Walk& at, int i) const {
+    DEVICE void narrow(StageCopies& w, const TileIterator& at, int i) const {
         const NarrowTile& tile = at.item.narrow;
         const int count = min(STAGE_SLABS, at.end - at.q), q = at.q + i;
         w.all_weights += count * NARROW_SLOT;
@@ -302,10 +303,10 @@ struct Source {
         w.weight_step = at.item.phases() / 2 * tile.stride * 512;
     }
     // Fills in the row copies of a stage only.
-    DEVICE Wish rows_of(const Walk& at) const {
+    DEVICE StageCopies rows_of(const TileIterator& at) const {
         const int lane = threadIdx.x % 32, first = first_slab(at), count = end_slab(at) - first;
         const u32 each = rows * SLAB_ROW;
-        Wish w;
+        StageCopies w;
         w.all_rows = count * each;
         w.rows = slabs + (static_cast<i64>(first) + lane) * each;
         w.rows_at = ROWS_AT + lane * ROWS * SLAB_ROW;
@@ -326,33 +327,33 @@ struct Source {
         if (threadIdx.x % 32 == 0) barrier_announce(barrier, bytes);
         sync_warp();
     }
-    DEVICE static void ask_weights(const Wish& w, const Turn& turn, saddr barrier) {
+    DEVICE static void copy_weights(const StageCopies& w, const PipelineState& state, saddr barrier) {
         if (w.weight_bytes) {
-            copy_bulk(turn.bytes() + w.weight_at, w.weight, w.weight_bytes, barrier);
+            copy_bulk(state.bytes() + w.weight_at, w.weight, w.weight_bytes, barrier);
         }
     }
-    DEVICE static void ask_rows(const Wish& w, const Turn& turn) {
+    DEVICE static void copy_rows(const StageCopies& w, const PipelineState& state) {
         if (w.row_bytes) {
-            copy_bulk_kept(turn.bytes() + w.rows_at, w.rows, w.row_bytes, turn.filled());
+            copy_bulk_kept(state.bytes() + w.rows_at, w.rows, w.row_bytes, state.filled());
         }
     }
 };
 
-// What the producer warp requests next.
-struct Ahead {
+// The next stage that the producer warp fills.
+struct NextStage {
     const Source& source;
-    Turn turn;
-    Walk at;
-    Wish wish;
-    bool known;  // whether `wish` is what to request at `at`
+    PipelineState state;
+    TileIterator at;
+    StageCopies copies;
+    bool known;  // whether `copies` is what to request at `at`
 
     DEVICE void prepare() {
-        if (!known) wish = source.wish(at);
+        if (!known) copies = source.copies(at);
     }
     DEVICE void pass() {
         known = Source::advances(at);
-        if (known) wish.advance();
+        if (known) copies.advance();
         at.next();
-        turn.next();
+        state.next();
     }
 };

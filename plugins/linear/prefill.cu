@@ -28,7 +28,7 @@ constexpr int WARPS = 2 * TILES;
 constexpr int THREADS = 32 * WARPS;
 constexpr int STEP = SLAB_COLUMNS;  // of K
 constexpr int ROWS_BYTES = TILE_ROWS * SLAB_ROW;
-// Bytes of one n-tile in one step, as stored; the ring has room for the launch's largest kind.
+// Bytes of one n-tile in one step, as stored; a stage fits the launch's largest kind.
 DEVICE constexpr int unit_bytes(int kind) {
     return step_bytes(kind == NARROW ? NVFP4 : kind) * STEP / STEP_K;
 }
@@ -39,7 +39,7 @@ static_assert(STAGE_BYTES % SLAB_ROW == 0, "Place::load xors the bits below");
 // While step s is read, step s + AHEAD is requested. It uses the stage of step s - 1, which the
 // other warps have nearly always released by then.
 constexpr int AHEAD = STAGES - 1;
-static_assert(AHEAD > 0 && AHEAD <= WARPS, "a warp asks for one of the first steps at most");
+static_assert(AHEAD > 0 && AHEAD <= WARPS, "a warp copies one of the first steps at most");
 
 struct Group {
     u32 offset;  // into the packed weight, in units of 512 bytes
@@ -49,7 +49,7 @@ struct Group {
     int column;  // first packed column
 };
 
-struct Call {
+struct Params {
     const u8* slabs;
     const u8* weights;
     const int4* groups;
@@ -58,16 +58,16 @@ struct Call {
     int items;
 };
 
-struct Item {
+struct WorkTile {
     Group group;
     int row, height;
 };
 
-DEVICE Item item_of(const Call& call, int index) {
-    const int half = index - call.whole;
-    const int tile = half < 0 ? index : call.whole + half / 2;
-    const int4 g = call.groups[tile / call.row_tiles];
-    const int row = tile % call.row_tiles * TILE_ROWS;
+DEVICE WorkTile item_of(const Params& params, int index) {
+    const int half = index - params.whole;
+    const int tile = half < 0 ? index : params.whole + half / 2;
+    const int4 g = params.groups[tile / params.row_tiles];
+    const int row = tile % params.row_tiles * TILE_ROWS;
     return {{static_cast<u32>(g.x), g.y & 255, g.y >> 8, g.z, g.w},
             half < 0 ? row : row + half % 2 * (TILE_ROWS / 2),
             half < 0 ? TILE_ROWS : TILE_ROWS / 2};
@@ -75,7 +75,7 @@ DEVICE Item item_of(const Call& call, int index) {
 
 // A stage of the ring, and the parity of its barriers' current phase. `full`: the announced bytes
 // have arrived. `empty`: all threads have read the stage.
-struct Turn {
+struct PipelineState {
     saddr stages, full, empty;
     int stage;
     u32 parity;
@@ -96,85 +96,85 @@ struct Turn {
 };
 
 // The step that a warp requests next: every WARPS'th step of the block, counted across its items.
-struct Ahead {
-    Turn turn;
+struct Producer {
+    PipelineState state;
     int item, step;
     const u8* weights;  // of the item's first n-tile and step
     const u8* rows;
     u32 unit, row_bytes;  // bytes of one n-tile in one step; bytes of all rows in one step
     int tiles, stride;
 
-    DEVICE bool over(const Call& call) const { return item >= call.items; }
-    DEVICE void start(const Call& call) {
-        if (over(call)) return;
-        const Item next = item_of(call, item);
-        weights = call.weights + static_cast<u64>(next.group.offset) * 512;
+    DEVICE bool over(const Params& params) const { return item >= params.items; }
+    DEVICE void start(const Params& params) {
+        if (over(params)) return;
+        const WorkTile next = item_of(params, item);
+        weights = params.weights + static_cast<u64>(next.group.offset) * 512;
         unit = unit_bytes(next.group.kind);
         tiles = next.group.tiles;
         stride = next.group.stride;
-        rows = call.slabs + static_cast<i64>(next.row) * SLAB_ROW;
-        row_bytes = max(0, min(next.height, call.rows - next.row)) * SLAB_ROW;
+        rows = params.slabs + static_cast<i64>(next.row) * SLAB_ROW;
+        row_bytes = max(0, min(next.height, params.rows - next.row)) * SLAB_ROW;
     }
-    DEVICE void advance(const Call& call) {
-        turn.next(WARPS);
+    DEVICE void advance(const Params& params) {
+        state.next(WARPS);
         step += WARPS;
-        settle(call);
+        settle(params);
     }
     // A step past the item's end belongs to a later item; with few steps, it may skip some items.
-    DEVICE void settle(const Call& call) {
-        if (step < call.steps) return;
-        while (step >= call.steps) {
-            step -= call.steps;
+    DEVICE void settle(const Params& params) {
+        if (step < params.steps) return;
+        while (step >= params.steps) {
+            step -= params.steps;
             item += gridDim.x;
         }
-        start(call);
+        start(params);
     }
 
     // Announces the bytes of the whole stage, including rows, and copies the weights, one n-tile
     // per lane. A group is stored as [128 of K][n-tile][64 of K].
-    DEVICE void fetch_weights(const Call& call) const {
+    DEVICE void fetch_weights(const Params& params) const {
         const int tile = threadIdx.x % 32;
-        if (over(call)) return;
-        if (tile == 0) barrier_expect(turn.filled(), tiles * unit + row_bytes);
+        if (over(params)) return;
+        if (tile == 0) barrier_expect(state.filled(), tiles * unit + row_bytes);
         sync_warp();
         if (tile >= tiles) return;
         const int at = ((step >> 1) * stride + tile) * 2 + (step & 1);
-        copy_bulk_kept(turn.bytes() + ROWS_BYTES + tile * UNIT_BYTES,
-                       weights + static_cast<u64>(at) * unit, unit, turn.filled());
+        copy_bulk_kept(state.bytes() + ROWS_BYTES + tile * UNIT_BYTES,
+                       weights + static_cast<u64>(at) * unit, unit, state.filled());
     }
-    DEVICE void fetch_rows(const Call& call) const {
-        if (over(call) || threadIdx.x % 32 != 0 || row_bytes == 0) return;
-        copy_bulk_kept(turn.bytes(), rows + static_cast<i64>(step) * call.rows * SLAB_ROW, row_bytes,
-                       turn.filled());
+    DEVICE void fetch_rows(const Params& params) const {
+        if (over(params) || threadIdx.x % 32 != 0 || row_bytes == 0) return;
+        copy_bulk_kept(state.bytes(), rows + static_cast<i64>(step) * params.rows * SLAB_ROW, row_bytes,
+                       state.filled());
     }
 };
 
 // A warp's state while it reads the ring.
-struct Reader {
-    const Call& call;
-    Turn turn;
-    Ahead ahead;
+struct Consumer {
+    const Params& params;
+    PipelineState state;
+    Producer producer;
     int due;       // steps to read before this warp requests one
     u32 unit;      // offset in a stage of the weights of the warp's n-tile
     int side;      // the warp's half of the n-tile
     u32 exponent;  // SCALE_EXPONENT, in a register
 
-    DEVICE void acquire() const { barrier_wait(turn.filled(), turn.parity); }
+    DEVICE void acquire() const { barrier_wait(state.filled(), state.parity); }
     // This lane has read the stage. `last` must depend on every load from it that may be
     // outstanding.
     DEVICE void release(u32 last) {
-        barrier_arrive_received(turn.read(), last);
-        turn.next();
+        barrier_arrive_received(state.read(), last);
+        state.next();
     }
     // Called once per step, after the previous step was released. When it is this warp's turn,
     // waits until all threads have released that step, and requests copies into its stage.
-    DEVICE void ask() {
+    DEVICE void produce() {
         if (due-- > 0) return;
         due = WARPS - 1;
-        barrier_wait(ahead.turn.read(), ahead.turn.parity ^ 1);
-        ahead.fetch_weights(call);
-        ahead.fetch_rows(call);
-        ahead.advance(call);
+        barrier_wait(producer.state.read(), producer.state.parity ^ 1);
+        producer.fetch_weights(params);
+        producer.fetch_rows(params);
+        producer.advance(params);
     }
 };
 
@@ -183,14 +183,14 @@ template <int KIND> struct Place {
     u32 rows_in, words_in, scales_in;  // offsets in a stage
     saddr rows, words, scales;         // addresses in the stage that was entered
 
-    DEVICE Place(const Reader& reader) {
+    DEVICE Place(const Consumer& consumer) {
         const u32 lane = threadIdx.x % 32;
         rows_in = kept(lane % 16 * SLAB_ROW + ((lane / 16 ^ (lane & 7)) << 4));
-        words_in = kept(reader.unit + Packed<KIND>::words_at(reader.side));
-        scales_in = kept(reader.unit + Packed<KIND>::scales_at(reader.side));
+        words_in = kept(consumer.unit + Packed<KIND>::words_at(consumer.side));
+        scales_in = kept(consumer.unit + Packed<KIND>::scales_at(consumer.side));
     }
-    DEVICE void enter(const Turn& turn) {
-        const saddr at = turn.bytes();
+    DEVICE void enter(const PipelineState& state) {
+        const saddr at = state.bytes();
         rows = at + rows_in, words = at + words_in, scales = at + scales_in;
     }
     // The 16 rows from row 16 m on. Slabs are swizzled, so that k16 is xored rather than added.
@@ -206,18 +206,18 @@ template <int M> using Sums = float[M][STRIPS][4];  // [16 rows][8 columns][frag
 // is loaded EARLY fragments ahead of its products, and the weights of the next 16 of K equally far
 // ahead of their first product. A stage is released as soon as all its loads have been issued.
 template <int KIND, int M>
-DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
+DEVICE void multiply(Sums<M>& sums, int steps, Consumer& consumer) {
     constexpr int EARLY = 3, ALL = STEP / 16 * M;
     u32 a[EARLY + 1][4];
     StripFragments b[2];
     Packed<KIND> packed;
-    Place<KIND> place(reader);
-    reader.acquire();
-    place.enter(reader.turn);
+    Place<KIND> place(consumer);
+    consumer.acquire();
+    place.enter(consumer.state);
     place.load(packed, 0);
 #pragma unroll
     for (int i = 0; i < EARLY; i++) place.load(a[i], i / M, i % M);
-    packed.decode(b[0], 0, reader.exponent);
+    packed.decode(b[0], 0, consumer.exponent);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         u32 seen = 0;
@@ -231,18 +231,18 @@ DEVICE void multiply(Sums<M>& sums, int steps, Reader& reader) {
                 seen ^= packed.last();
 #pragma unroll
                 for (int e = 0; e < EARLY; e++) seen ^= a[(i + e) % (EARLY + 1)][0];
-                reader.release(seen);
+                consumer.release(seen);
                 if (left > 1) {
-                    reader.acquire();
-                    place.enter(reader.turn);
+                    consumer.acquire();
+                    place.enter(consumer.state);
                 }
             }
             if (i + EARLY < ALL || left > 1) {
                 place.load(a[(i + EARLY) % (EARLY + 1)], then / M, then % M);
                 if (m == M - EARLY) place.load(packed, (k16 + 1) % 4);
             }
-            if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4, reader.exponent);
-            if (i == ALL / 2) reader.ask();
+            if (m == M - 1) packed.decode(b[(k16 + 1) % 2], (k16 + 1) % 4, consumer.exponent);
+            if (i == ALL / 2) consumer.produce();
 #pragma unroll
             for (int j = 0; j < STRIPS; j++) {
                 mma_bf16(sums[m][j], a[i % (EARLY + 1)], b[k16 % 2][j][0], b[k16 % 2][j][1]);
@@ -297,7 +297,7 @@ DEVICE void fetch_residual(u32 (&to)[2 * M], const Target& target, const u16* re
 // rows. The residual is loaded one strip ahead: the compiler may not move these loads before
 // stores.
 template <int M>
-DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int column, int row) {
+DEVICE void finish(const Sums<M>& sums, const Params& params, const Finish& f, int column, int row) {
     constexpr int STRIDE = EPILOGUE == SWIGLU ? 2 : 1;
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
     row += lane / 4;
@@ -305,16 +305,16 @@ DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int c
 #pragma unroll
     for (int j = 0; j < STRIPS; j += STRIDE) targets[j].find(f, column + j * 8 + pair, targets[0]);
     u32 added[2][2 * M];
-    fetch_residual<M>(added[0], targets[0], f.residual, row, call.rows);
+    fetch_residual<M>(added[0], targets[0], f.residual, row, params.rows);
 #pragma unroll
     for (int j = 0; j < STRIPS; j += STRIDE) {
         const Target& target = targets[j];
         if (j + 1 < STRIPS)
-            fetch_residual<M>(added[(j + 1) % 2], targets[j + 1], f.residual, row, call.rows);
+            fetch_residual<M>(added[(j + 1) % 2], targets[j + 1], f.residual, row, params.rows);
         if (target.column < 0) continue;
 #pragma unroll
         for (int i = 0; i < 2 * M; i++) {
-            if (row + i * 8 >= call.rows) break;
+            if (row + i * 8 >= params.rows) break;
             float low = sums[i / 2][j][i % 2 * 2] * target.scales.x;
             float high = sums[i / 2][j][i % 2 * 2 + 1] * target.scales.y;
             if (EPILOGUE == SWIGLU) {
@@ -332,22 +332,22 @@ DEVICE void finish(const Sums<M>& sums, const Call& call, const Finish& f, int c
 
 // A warp's part of one item: 16 M rows x half an n-tile of the group.
 template <int M>
-DEVICE void work(const Item& item, const Call& call, const Finish& f, Reader& reader) {
+DEVICE void work(const WorkTile& item, const Params& params, const Finish& f, Consumer& consumer) {
     const int tile = threadIdx.x / 32 / 2, kind = item.group.kind;
     if (tile >= item.group.tiles) {  // nothing to multiply, but this warp's copies must be issued
-        for (int step = 0; step < call.steps; step++) {
-            reader.acquire();
-            reader.ask();
-            reader.release(0);
+        for (int step = 0; step < params.steps; step++) {
+            consumer.acquire();
+            consumer.produce();
+            consumer.release(0);
         }
         return;
     }
     Sums<M> sums = {};
-    if ((KINDS & 1 << NVFP4) && kind == NVFP4) multiply<NVFP4, M>(sums, call.steps, reader);
-    if ((KINDS & 1 << NARROW) && kind == NARROW) multiply<NARROW, M>(sums, call.steps, reader);
-    if ((KINDS & 1 << FP8) && kind == FP8) multiply<FP8, M>(sums, call.steps, reader);
-    if ((KINDS & 1 << BF16) && kind == BF16) multiply<BF16, M>(sums, call.steps, reader);
-    finish<M>(sums, call, f, item.group.column + tile * TILE_COLUMNS + reader.side * HALF_TILE,
+    if ((KINDS & 1 << NVFP4) && kind == NVFP4) multiply<NVFP4, M>(sums, params.steps, consumer);
+    if ((KINDS & 1 << NARROW) && kind == NARROW) multiply<NARROW, M>(sums, params.steps, consumer);
+    if ((KINDS & 1 << FP8) && kind == FP8) multiply<FP8, M>(sums, params.steps, consumer);
+    if ((KINDS & 1 << BF16) && kind == BF16) multiply<BF16, M>(sums, params.steps, consumer);
+    finish<M>(sums, params, f, item.group.column + tile * TILE_COLUMNS + consumer.side * HALF_TILE,
               item.row);
 }
 
@@ -360,44 +360,44 @@ linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __r
     const int warp = threadIdx.x / 32;
     const saddr stages = shared_address(shared), full = stages + STAGES * STAGE_BYTES;
     const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const Call call = {slabs,     weights, groups, rows,
+    const Params params = {slabs,     weights, groups, rows,
                        row_tiles, (width + STEP - 1) / STEP,
                        whole,     2 * row_tiles * group_count - whole};
     const Finish f = {scales, strips, residual, outputs};
-    const Turn turn = {stages, full, full + 8 * STAGES, 0, 0};
+    const PipelineState state = {stages, full, full + 8 * STAGES, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(turn.full + 8 * i, 1);
-            barrier_init(turn.empty + 8 * i, THREADS);
+            barrier_init(state.full + 8 * i, 1);
+            barrier_init(state.empty + 8 * i, THREADS);
         }
         barrier_init_done();
     }
     sync_block();
 
-    Reader reader = {call,
-                     turn,
-                     {turn, static_cast<int>(blockIdx.x), warp},
+    Consumer consumer = {params,
+                     state,
+                     {state, static_cast<int>(blockIdx.x), warp},
                      (warp + WARPS - AHEAD) % WARPS,
                      static_cast<u32>(ROWS_BYTES + warp / 2 * UNIT_BYTES),
                      warp % 2,
                      kept(opaque(SCALE_EXPONENT))};
-    reader.ahead.start(call);
-    reader.ahead.turn.next(warp);
-    reader.ahead.settle(call);
+    consumer.producer.start(params);
+    consumer.producer.state.next(warp);
+    consumer.producer.settle(params);
     // Weights are constant and may be read early; the rows are written by the previous kernel.
-    if (warp < AHEAD) reader.ahead.fetch_weights(call);
+    if (warp < AHEAD) consumer.producer.fetch_weights(params);
     let_next_start();
     wait_for_previous();
     if (warp < AHEAD) {
-        reader.ahead.fetch_rows(call);
-        reader.ahead.advance(call);
+        consumer.producer.fetch_rows(params);
+        consumer.producer.advance(params);
     }
 #pragma unroll 1
-    for (int index = blockIdx.x; index < call.items; index += gridDim.x) {
-        const Item item = item_of(call, index);
+    for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+        const WorkTile item = item_of(params, index);
         if (TILE_ROWS == 64 || item.height < TILE_ROWS)
-            work<4>(item, call, f, reader);
+            work<4>(item, params, f, consumer);
         else
-            work<TILE_ROWS / 16>(item, call, f, reader);
+            work<TILE_ROWS / 16>(item, params, f, consumer);
     }
 }

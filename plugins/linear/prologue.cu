@@ -5,7 +5,7 @@
 //
 // Compile-time: WEIGHT_FLOAT, the norm's weight is float32 instead of bf16; SLABS, rows are written
 // in slabs; LONG, these have more than 2^31 elements; GATE; NORM, 0 for none, 1 for a norm over the
-// row, else the columns of a head (one of HEADS in prepare.py).
+// row, else the columns of a head (one of HEADS in prologue_launch.py).
 #include "linear/vec8.cuh"
 #include "linear/row_norm.cuh"
 

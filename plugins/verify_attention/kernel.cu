@@ -44,7 +44,7 @@ DEVICE void turn_queries(u8* memory, const float (&w)[8], float eps, const float
     const u32 place = query_at(warp, lane);
 #pragma unroll 1
     for (int t = warp; t < TOKENS; t += WARPS) {
-        const Turning by = turning(table + t * 2 * HALF, lane);
+        const Rotation by = turning(table + t * 2 * HALF, lane);
         u8* rows = memory + QUERIES + t * QUERY_PITCH + heads.first * HALF_QUERY;
 #pragma unroll 1
         for (int half = 0; half < heads.count; half++, rows += HALF_QUERY) {
@@ -137,7 +137,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     init(memory, count, pieces.heads, at);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, length, rows, pieces};
-    Ahead ahead(past, at);
+    KvPrefetcher prefetcher(past, at);
     // Blocks that start last find the previous kernel's results there, and everyone waits for these
     // blocks: so their queries are on the way before anything else is computed.
     if (!at.half) {
@@ -163,7 +163,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
         at.heads = pieces.heads.first, at.alone = true;
     }
     attend<false>(
-        past, ahead, mul_rn(by_k.x, LOGIT), length + from,
+        past, prefetcher, mul_rn(by_k.x, LOGIT), length + from,
         [=](int slot) {
             const i64 place = static_cast<i64>(blockIdx.z * gridDim.x + head) * slots + slot;
             return Piece{mixtures + place * ROWS * WIDTH, stats + place * ROWS, count};
@@ -276,7 +276,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     init(memory, count, BOTH, at);
     const i64 begin = static_cast<i64>(head) * capacity * CACHE_BYTES;
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
-    Ahead ahead(past, at);
+    KvPrefetcher prefetcher(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
     angles(table, own, length + from, TOKENS);
     sync_block();
@@ -285,7 +285,7 @@ KERNEL void __launch_bounds__(THREADS, 1)
     turn_queries(memory, w, eps, table, BOTH);
     sync_block();
     attend<true>(
-        past, ahead, mul_rn(*scale_k, LOGIT), length + from,
+        past, prefetcher, mul_rn(*scale_k, LOGIT), length + from,
         [=](int) {
             const i64 stride = static_cast<i64>(gridDim.x) * GROUP * WIDTH;
             return Output{o + from * stride + static_cast<i64>(head) * GROUP * WIDTH, stride, *scale_v,

@@ -19,7 +19,7 @@ constexpr int WEIGHTS_READ = 6;  // of quarter 0 and 1
 constexpr int QUERIES_THERE = 7;
 
 // Barrier i of this lane's pair. 0, 1: a part of keys is full, by tile & 1; 2, 3: a part of values.
-// 4, 5: the first warp has finished a turn, by turn & 1; two, as it may finish the next turn before
+// 4, 5: the first warp has finished a step, by step & 1; two, as it may finish the next step before
 // the second warp has waited for this one.
 DEVICE saddr pair_barrier(const u8* memory, int i, const Lane& at) {
     return shared_address(memory + BARRIERS) + 8 * (at.quarter * 8 + i);
@@ -80,7 +80,7 @@ DEVICE void init(u8* memory, int tokens, const Heads& heads, const Lane& at) {
 }
 
 // Starts copying this warp's part of the n-th tile, at `first`; zeros from the limit on.
-template <class Of> DEVICE void ask(const Past& past, int n, int first, const Lane& at) {
+template <class Of> DEVICE void copy_tile(const Past& past, int n, int first, const Lane& at) {
     constexpr int STEP = 32 / Of::CHUNKS;
     const saddr to = shared_address(Of::part(past.memory, n, at));
     const int row = at.lane / Of::CHUNKS, chunk = at.lane % Of::CHUNKS;
@@ -124,21 +124,21 @@ template <class Of> DEVICE void pass_on(const Past& past, int n, int first, cons
 
 // The order in which the second warp of a pair issues copies. Turn n computes the mixture of tile
 // n - 1 and the scores of tile n.
-struct Ahead {
-    Walk<POSITIONS> walk;  // at tile n + 2
+struct KvPrefetcher {
+    KvTileIterator<POSITIONS> tiles;  // at tile n + 2
     int coming;            // where tile n + 1 begins; negative if there is none
 
-    // Before turn 0: requests tile 0, and the keys of tile 1.
-    DEVICE Ahead(const Past& past, const Lane& at) : walk(past.pieces), coming(-1) {
+    // Before step 0: requests tile 0, and the keys of tile 1.
+    DEVICE KvPrefetcher(const Past& past, const Lane& at) : tiles(past.pieces), coming(-1) {
         if (!at.half) return;
-        const int first = walk.first;
+        const int first = tiles.first;
 #pragma unroll 1
         for (int n = 0; n < 2; n++) {
             step(past);
-            if (coming >= 0) ask<Keys>(past, n, coming, at);
+            if (coming >= 0) copy_tile<Keys>(past, n, coming, at);
             if (n == 0) copy_async_commit();
         }
-        ask<Values>(past, 0, first, at);
+        copy_tile<Values>(past, 0, first, at);
         copy_async_commit();
     }
     // Waits for the keys of tile 0 and lets the pair score them.
@@ -146,25 +146,25 @@ struct Ahead {
         copy_async_wait<1>();
         pass_on<Keys>(past, 0, first, at);
     }
-    // At the end of turn n, which scored the tile at `first`: provides what turn n + 1 reads.
+    // At the end of step n, which scored the tile at `first`: provides what step n + 1 reads.
     DEVICE void provide(const Past& past, int n, int first, const Lane& at) const {
         copy_async_wait<0>();
         pass_on<Values>(past, n, first, at);
         if (coming >= 0) pass_on<Keys>(past, n + 1, coming, at);
     }
-    // After turn n, when the pair has read its keys and the previous values: requests what turn
+    // After step n, when the pair has read its keys and the previous values: requests what step
     // n + 2 reads.
     DEVICE void refill(const Past& past, int n, const Lane& at) {
         sync_warp();
         if (!at.alone) barrier_wait(turn_over(past.memory, n, at), (n >> 1) & 1);
-        if (coming >= 0) ask<Values>(past, n + 1, coming, at);
-        if (walk.valid(past.pieces)) ask<Keys>(past, n + 2, walk.first, at);
+        if (coming >= 0) copy_tile<Values>(past, n + 1, coming, at);
+        if (tiles.valid(past.pieces)) copy_tile<Keys>(past, n + 2, tiles.first, at);
         copy_async_commit();
         step(past);
     }
     DEVICE void step(const Past& past) {
-        const bool valid = walk.valid(past.pieces);
-        coming = valid ? walk.first : -1;
-        if (valid) walk.step(past.pieces);
+        const bool valid = tiles.valid(past.pieces);
+        coming = valid ? tiles.first : -1;
+        if (valid) tiles.step(past.pieces);
     }
 };

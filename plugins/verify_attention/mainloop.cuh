@@ -363,7 +363,7 @@ DEVICE void mix_tile(Running& r, u8* memory, int n, int seen, const Lane& at) {
     barrier_arrive(weights_read(memory, at));
 }
 
-// A value that depends on the last loads of a turn, for `received`: each of these results depends
+// A value that depends on the last loads of a step, for `received`: each of these results depends
 // on every load of its last step.
 DEVICE u32 last_of(const Scores& s, const Running& r) {
     u32 x = float_bits(s[0][0][0]);
@@ -375,40 +375,40 @@ DEVICE u32 last_of(const Scores& s, const Running& r) {
 // Processes every tile of the block's pieces and stores each piece's result with `sink(slot)`.
 // `own`: position of token 0 of the query rows. `DENSE`: a block has many tiles.
 template <bool DENSE, class Where>
-DEVICE void attend(const Past& past, Ahead& ahead, float scale, int own, const Where& sink,
+DEVICE void attend(const Past& past, KvPrefetcher& prefetcher, float scale, int own, const Where& sink,
                    const Lane& at) {
     u8* const memory = past.memory;
-    Walk<POSITIONS> walk(past.pieces);
+    KvTileIterator<POSITIONS> tiles(past.pieces);
     Running r;
     Scores s;
     reset(r);
-    if (at.half) ahead.begin(past, walk.first, at);
+    if (at.half) prefetcher.begin(past, tiles.first, at);
     for (int n = 0;; n++) {
         // Delays the second warp of a pair, so that one multiplies while the other computes
         // exponentials. This pays off if a piece has several tiles; with many it is not needed.
         if (!DENSE && n == 0 && at.half && !at.alone && past.pieces.after > POSITIONS)
             barrier_wait(turn_over(memory, 0, at), 0);
-        const bool ends = n > 0 && walk.ends();
-        const int slot = ends ? past.pieces.span(walk.item).slot : 0;
+        const bool ends = n > 0 && tiles.ends();
+        const int slot = ends ? past.pieces.span(tiles.item).slot : 0;
         if (n > 0) {
-            mix_tile<DENSE>(r, memory, n - 1, past.pieces.end - walk.first, at);
-            walk.step(past.pieces);
+            mix_tile<DENSE>(r, memory, n - 1, past.pieces.end - tiles.first, at);
+            tiles.step(past.pieces);
         }
-        const bool more = walk.valid(past.pieces);
+        const bool more = tiles.valid(past.pieces);
         if (more) {
-            score_tile(s, memory, n, past.pieces.end - walk.first, at);
-            if (at.half) ahead.provide(past, n, walk.first, at);
+            score_tile(s, memory, n, past.pieces.end - tiles.first, at);
+            if (at.half) prefetcher.provide(past, n, tiles.first, at);
         }
         received(last_of(s, r));
         if (!at.half) barrier_arrive(turn_over(memory, n, at));
-        else if (more) ahead.refill(past, n, at);
+        else if (more) prefetcher.refill(past, n, at);
         if (ends) {
             add_up(r, memory, at);
             sink(slot).store(r, at);
             reset(r);
         }
         if (!more) break;
-        soften(r, s, memory, scale, own, walk.first + at.quarter * QUARTER, n, n == 0 || ends, at);
+        soften(r, s, memory, scale, own, tiles.first + at.quarter * QUARTER, n, n == 0 || ends, at);
     }
     copy_async_wait<0>();
 }

@@ -81,15 +81,15 @@ DEVICE void norm_weights(float (&w)[8], const void* weight, float offset, int la
 // the lane's own, one in each half of the rotated columns; else lanes exchange them.
 constexpr bool WITHIN = HALF >= 64;
 constexpr int TURNED = WITHIN ? HALF / 32 : 2;  // angles of a lane
-struct Turning {
+struct Rotation {
     float c[TURNED], s[TURNED];
 };
 
 // Loads them from a row of the table. Up to 64 rotated columns are in the first words of HALF
 // lanes.
-DEVICE Turning turning(const float* at, int lane) {
+DEVICE Rotation turning(const float* at, int lane) {
     const bool first = (lane & HALF / 2) == 0;
-    Turning to;
+    Rotation to;
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {
         const int angle = WITHIN ? 64 * (i / 2) + 2 * lane + i % 2 : (2 * lane & (HALF - 1)) + i;
@@ -100,7 +100,7 @@ DEVICE Turning turning(const float* at, int lane) {
 }
 
 // Rotates a row by its angles.
-DEVICE void rotate(float (&x)[8], const Turning& by, int lane) {
+DEVICE void rotate(float (&x)[8], const Rotation& by, int lane) {
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {
         if (WITHIN) {

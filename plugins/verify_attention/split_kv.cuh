@@ -74,11 +74,11 @@ DEVICE Pieces divided(int first, int end, int block, int blocks) {
 // All positions in one piece.
 DEVICE Pieces undivided(int end) { return {end, end, end, 1, 0, 1, BOTH}; }
 
-// A walk over the tiles of a thread block's pieces, tile by tile and piece by piece.
-template <int POSITIONS> struct Walk {
+// Iterates over the tiles of a thread block's pieces, tile by tile and piece by piece.
+template <int POSITIONS> struct KvTileIterator {
     int item, first, stop;  // the piece; first position of the tile; end of the piece
 
-    DEVICE Walk(const Pieces& of) : item(of.item) { enter(of); }
+    DEVICE KvTileIterator(const Pieces& of) : item(of.item) { enter(of); }
     DEVICE void enter(const Pieces& of) {
         const Span span = of.span(item);
         first = span.start;

@@ -1,4 +1,4 @@
-// What linear's few-row kernel asks of memory, and where its results belong, for weights of any size:
+// What linear's decode kernel reads from memory, and where its results belong, for weights of any size:
 // requests are counted instead of made. Each adds 1 to the first of every UNIT bytes, or to the second
 // if it is for data that others read too. So a weight that is larger than the counted part needs no
 // memory for the rest.
@@ -27,8 +27,8 @@ KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {
 
 // The copies of one lane of the producer warp per thread, over all stages of a block. `counts`: as
 // above; `slabs`: of the rows, for each cluster.
-KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int rows, int first) {
-    Walk at;
+KERNEL void requested(u8* counts, u8* slabs, const int4* items, int most_items, int rows, int first) {
+    TileIterator at;
     at.table = items;
     at.at = blockIdx.x / PARTS * most_items * 2;
     at.halves = halves_of(blockIdx.x % PARTS);
@@ -36,20 +36,20 @@ KERNEL void asked(u8* counts, u8* slabs, const int4* items, int most_items, int 
     const int slab_bytes = (K_SIZE + SLAB_COLUMNS - 1) / SLAB_COLUMNS * rows * SLAB_ROW;
     const Source source = {counts - static_cast<i64>(first) * 512,
                            slabs + blockIdx.x / PARTS * slab_bytes, rows};
-    Turn turn;
-    turn.start(0, 0);
-    Ahead ahead = {source, turn, at, {}, false};
-    while (!ahead.at.over) {
-        ahead.prepare();
-        source.ask_weights(ahead.wish, ahead.turn, 0);
-        source.ask_rows(ahead.wish, ahead.turn);
-        ahead.pass();
+    PipelineState state;
+    state.start(0, 0);
+    NextStage next_stage = {source, state, at, {}, false};
+    while (!next_stage.at.over) {
+        next_stage.prepare();
+        source.copy_weights(next_stage.copies, next_stage.state, 0);
+        source.copy_rows(next_stage.copies, next_stage.state);
+        next_stage.pass();
     }
 }
 
 // The first word of the computed first item of each cluster that does not load it.
 KERNEL void computed(int4* found, int loaded, int tiles) {
-    const FirstItems first = {loaded, tiles};
+    const FirstTiles first = {loaded, tiles};
     found[threadIdx.x] = first.entry(loaded + static_cast<int>(threadIdx.x)).a;
 }
 

@@ -23,10 +23,10 @@ KERNEL void released(const u32* stage, u32* told) {
     if (threadIdx.x == 0) barrier_init(at + BARRIER, 1), barrier_init_done();
     sync_block();
     if (threadIdx.x == 0) barrier_arrive(at + BARRIER);
-    const Call call = {};
-    const Turn turn = {at + TOLD, at + BARRIER, 0, 0, 0};
-    Reader reader = {call, turn, {}, 1, ROWS_BYTES, 0, SCALE_EXPONENT};
+    const Params params = {};
+    const PipelineState state = {at + TOLD, at + BARRIER, 0, 0, 0};
+    Consumer consumer = {params, state, {}, 1, ROWS_BYTES, 0, SCALE_EXPONENT};
     Sums<TILE_ROWS / 16> sums = {};
-    multiply<NVFP4>(sums, 1, reader);
+    multiply<NVFP4>(sums, 1, consumer);
     told[threadIdx.x] = reinterpret_cast<u32*>(memory)[threadIdx.x];
 }

@@ -22,7 +22,7 @@ from thor_dflash.plugins.launch import THOR, Shaped
 from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import PackedLayout, WeightKind, _layout
-from thor_dflash.plugins.linear.partition import Partition, WorkTile, first_items, partition
+from thor_dflash.plugins.linear.partition import Partition, WorkTile, first_tiles, partition
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = "linear_probes.cu"
@@ -59,7 +59,7 @@ def requested(plan: PackedLayout, cut: Partition, rows: int, first: int = 0) -> 
     counts = np.zeros(plan.nbytes - first, np.uint8)
     slabs = np.zeros((len(table), *decode_launch.slabs(rows, plan.k)), np.uint16).view(np.uint8)
     probe(
-        "asked", len(table) * cut.parts, 32,
+        "requested", len(table) * cut.parts, 32,
         counts, slabs, table, cut.most_items, rows, first // 512,
         parts=cut.parts, narrow=int(bool(plan.narrow)), full=int(rows == 16), k=plan.k,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_first_items_are_computed_as_the_table_has_them(
     """Full groups and shorter ones, after clusters with other items."""
     plan = _layout(*shape)
     cut = partition(plan, multiprocessors)
-    first, table = first_items(plan, cut), cut.item_table()[:, 0, 0]
+    first, table = first_tiles(plan, cut), cut.item_table()[:, 0, 0]
     assert first.loaded == loaded
     assert {c[0].piece.group.kind for c in cut.clusters[:loaded]} == kinds
     found = np.zeros((len(cut.clusters) - loaded, 4), np.int32)
@@ -120,9 +120,9 @@ def test_items_are_loaded_where_they_do_not_follow_from_the_cluster() -> None:
     for shape in (SHAPES["head"], (384, (FP8, N4), (128, 1600), False), SHAPES["gate_up"]):
         plan = _layout(*shape)
         cut = partition(plan, 132)
-        assert first_items(plan, cut).loaded == len(cut.clusters)
+        assert first_tiles(plan, cut).loaded == len(cut.clusters)
     without = tuple((WorkTile(items[0].piece),) for items in cut.clusters)
-    assert first_items(plan, replace(cut, clusters=without)).loaded == len(without)
+    assert first_tiles(plan, replace(cut, clusters=without)).loaded == len(without)
 
 
 @pytest.mark.parametrize("kind", WeightKind)
