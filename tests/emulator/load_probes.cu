@@ -1,7 +1,7 @@
 // Whether a value that stands for a lane's loads depends on all of them. Parts of shared memory are
 // changed one at a time, and what a lane then loads is compared with what it loaded before.
 //
-// Compile-time: PREFILL, whether of the product with many rows; otherwise those of finish.cuh.
+// Compile-time: PREFILL, whether of the product with many rows; otherwise those of epilogue.cuh.
 #include "cuda/device.cuh"
 #if PREFILL
 #include "linear/fragments.cuh"
@@ -75,7 +75,7 @@ KERNEL void narrow(const u32* in, int2* found) { compare<OfNarrow>(in, found); }
 
 struct OfEnd {
     static constexpr int BYTES = STAGED_BYTES, ROWS = BYTES;
-    End x;
+    EpilogueOperands x;
     DEVICE void load(saddr at, const u32* in) {
         Results from = {};
         from.outputs = reinterpret_cast<const u64*>(in);
@@ -87,10 +87,10 @@ KERNEL void ends(const u32* in, int2* found) { compare<OfEnd>(in, found); }
 
 struct OfSums {
     static constexpr int BYTES = PARTS * HALF_BYTES, ROWS = BYTES;
-    Own x;
+    OwnSums x;
     DEVICE void load(saddr at, const u32*) {
-        const Room room = {at, 0, 0};
-        room.add(x);
+        const PartialSumBuffer partials = {at, 0, 0};
+        partials.add(x);
     }
     DEVICE u32 last() const { return last_of(x); }
 };
