@@ -28,7 +28,7 @@ from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
 from thor_dflash.cli.commands.bench import hollow, variants
 from thor_dflash.config.tree import Config
-from thor_dflash.core.progress import DecodeProgress as Reporter
+from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.plugins.accept.reference import Record
