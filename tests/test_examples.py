@@ -17,7 +17,13 @@ from support.planner_nano import package, tasks
 
 from thor_dflash.calib.planbench import judge
 from thor_dflash.cli import main, parser
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core import errors
+from thor_dflash.runtime import session
+from thor_dflash.serving import client
+from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.plan_schema import from_skills
+from thor_dflash.serving.server.server import serving
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs/examples"
@@ -109,6 +115,32 @@ def test_the_example_schema_is_that_of_the_page_on_grammars() -> None:
     exec(textwrap.dedent(page[page.index("    skills =") : page.index("    session =")]), names)
     schema = from_skills(names["skills"], names["ids"], numbered=False)
     assert json.dumps(json.loads((EXAMPLES / "plan.json").read_text())) == json.dumps(schema)
+
+
+@pytest.mark.parametrize("name", ["robot.md", "reference/python.md"])
+def test_the_python_of_a_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of Python of a page, one after another, against a mock server."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    with serving(
+        lambda: MockBackend(config, cycle_s=0.02), config, log=lambda line: None
+    ) as server:
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+        assert "tcp://127.0.0.1:5571" in code
+        exec(code.replace("tcp://127.0.0.1:5571", server.endpoints[0]), {"__name__": "page"})
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", page))
+    for module in (client, session):
+        assert set(module.__all__) <= words
+    assert {name for name, value in vars(errors).items() if inspect.isclass(value)} <= words
+    methods = {name for name in vars(client.RemotePlanner) if not name.startswith("_")}
+    assert methods <= words
 
 
 def test_the_small_model_solves_the_example(

@@ -79,14 +79,14 @@ WORDS = re.compile(
 OBJECTS = re.compile(r"\b(on|from|off) the (top |upper )?shelf\b")
 """What a robot says of its world."""
 SPOKEN = """
-    models/* docs/examples/* calib/planbench/* tests/calib/planbench/* tests/goldens/*
+    models/* docs/examples/* docs/robot.md calib/planbench/* tests/calib/planbench/* tests/goldens/*
     tests/test_house.py
 """.split()
 """Files in which the words may stand: rooms of a house, corpora, recorded data, this list."""
 UNCLEAN = """
     README.md builders/checkpoint/* builders/graphs/* builders/lowering/* builders/model_card.py
     builders/output/* builders/tensorrt/* calib/check/* calib/nano/* calib/studies/*
-    docs/architecture.md docs/design/* docs/guide/* docs/measurements/* docs/style.md
+    docs/architecture.md docs/design/* docs/guide/* docs/style.md
     plugins/__init__.py plugins/accept/* plugins/context_kv/* plugins/contract.py plugins/cuda/*
     plugins/draft_attention/* plugins/gdn/* plugins/head/* plugins/launch.py plugins/linear/*
     plugins/numpy_math.py plugins/onnx_builder.py plugins/onnx_math.py plugins/onnx_registry.py

@@ -7,7 +7,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.async_client import AsyncPlanner
 from thor_dflash.serving.client.client import RemotePlanner
 from thor_dflash.serving.client.retry import Options
-from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result
+from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result, Validate
 
 Ask = PlanRequest
 """The earlier name of PlanRequest."""
@@ -22,4 +22,5 @@ __all__ = [
     "PlanRequest",
     "RemotePlanner",
     "Result",
+    "Validate",
 ]
