@@ -39,7 +39,7 @@ from thor_dflash.builders.tensorrt.package import (
     write_engines,
 )
 from thor_dflash.builders.tensorrt.profiles import session_ranges
-from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig
+from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
 from thor_dflash.core.model_dims import MIN_CONVERSATION, longest_context
 from thor_dflash.core.progress import Progress

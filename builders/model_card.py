@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from thor_dflash.config.tree import CardConfig
+from thor_dflash.config.build import CardConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.package.manifest import ModelCard
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from thor_dflash import builders, config, core, package, plugins
 from thor_dflash.builders.tensorrt.package import EngineBuilder
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 
 _READ = (".json", ".safetensors", ".jinja")
 """Suffixes of the checkpoint files that a build reads."""

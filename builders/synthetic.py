@@ -20,7 +20,7 @@ from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.lowering.packed_weights import CONSTANTS
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.model_dims import (
     AttentionDims,
     DrafterDims,

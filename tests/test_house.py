@@ -36,7 +36,7 @@ MAY = dict(
     llguidance runtime/grammar/* tests/*
     rich thor_dflash/core/progress.py thor_dflash/cli/commands/* calib/demo* tests/*
     zmq serving/* tests/*
-    msgspec serving/* thor_dflash/cli/commands/plan.py tests/*
+    msgspec serving/* thor_dflash/* tests/*
     jsonschema_rs serving/planner/schema_validator.py
     starlette serving/gateway/app.py tests/*
     uvicorn thor_dflash/cli/commands/gateway.py tests/*

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash.core import strict_records
+from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def read_draft_ids(path: Path, vocab: int) -> NDArray[np.int32]:
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {path}: {e})") from e
     listed = strict_records.as_list(value)
     if not listed or any(type(i) is not int for i in listed):
-        got = strict_records.show(value)
+        got = message_text.show(value)
         raise ConfigError(f"build.draft_ids must be a JSON list of ids (got {got})")
     ids = cast("list[int]", listed)
     wrong = [f"{i}" for i in (min(ids), max(ids)) if not 0 <= i < vocab]

@@ -12,7 +12,7 @@ import numpy as np
 
 from thor_dflash.calib.check.trace_record import Outputs
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.model_runner import ModelRunner

@@ -16,7 +16,7 @@ from statistics import mean, median
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
 from thor_dflash.calib.studies import script
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.measure.profile import PROMPT

@@ -27,15 +27,15 @@ from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.heldout import tasks
 from thor_dflash.calib.studies.noise_drafter import NoiseDrafter
 from thor_dflash.calib.studies.replay_baseline import Replay
-from thor_dflash.config.tree import (
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     BudgetConfig,
-    BuildConfig,
     DraftConfig,
-    EngineConfig,
     RelaxedConfig,
 )
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.decoding.telemetry import PhaseTotals

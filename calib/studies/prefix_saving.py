@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from thor_dflash.calib.studies import script
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request, Session, open_session

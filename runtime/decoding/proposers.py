@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from thor_dflash.config.tree import NO_DRAFT_LIMITS, DraftConfig
+from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner

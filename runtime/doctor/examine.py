@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.doctor import jetson as board
 from thor_dflash.runtime.doctor import package, software

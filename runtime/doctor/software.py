@@ -22,7 +22,7 @@ EXTRAS = {
     "ort": {"onnxruntime": "1.22"},
     "cuda": {"cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
     "tensorrt": {"onnx": "1.19", "cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
-    "serve": {"pyzmq": "27", "msgspec": "0.20", "jsonschema-rs": "0.38"},
+    "serve": {"pyzmq": "27", "jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
 }
 """Extra of this package -> its distributions and their minimum versions."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.model_dims import MIN_CONVERSATION, longest_context
 from thor_dflash.package.manifest import Manifest

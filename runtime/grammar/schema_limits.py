@@ -12,7 +12,8 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import as_list, as_table, check_utf8, show
+from thor_dflash.core.message_text import check_utf8, show
+from thor_dflash.core.strict_records import as_list, as_table
 
 MAX_BYTES = 128 << 10
 """Maximum schema size, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import ModelCard
 

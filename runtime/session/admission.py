@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from thor_dflash.config.tree import (
+from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     RELAXED,
@@ -16,7 +16,7 @@ from thor_dflash.config.tree import (
     RelaxedConfig,
 )
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.runtime.decoding.loop import check_owner
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot

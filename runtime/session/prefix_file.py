@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from thor_dflash import __version__
-from thor_dflash.core import strict_records
+from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import PackageError, RequestError
 from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.package.manifest import Manifest, render
@@ -162,7 +162,7 @@ def _header(path: Path, line: bytes, model: ModelRunner) -> _Header:
         if table.get(key) != mine:
             raise PackageError(
                 f"{path} must be written by this version of thor-dflash, {key} {mine} "
-                f"(got {strict_records.show(table.get(key))}); {AGAIN}"
+                f"(got {message_text.show(table.get(key))}); {AGAIN}"
             )
     header = strict_records.decode(_Header, table, "", PackageError)
     if header.package != identity(model.manifest):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError, OutOfMemory, PackageError, RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress as Reporter

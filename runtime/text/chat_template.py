@@ -14,7 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from thor_dflash.core.errors import PackageError, RequestError
-from thor_dflash.core.strict_records import as_list, as_table, show
+from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.package import tokenizer_files as files
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import as_list, as_table, check_utf8, show
+from thor_dflash.core.message_text import check_utf8, show
+from thor_dflash.core.strict_records import as_list, as_table
 
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "reasoning_content")

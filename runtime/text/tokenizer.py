@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.core.errors import PackageError
-from thor_dflash.core.strict_records import check_utf8, show
+from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.text.chat_template import Template
 from thor_dflash.runtime.text.messages import chat

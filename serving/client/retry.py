@@ -15,7 +15,7 @@ import zmq
 from msgspec import Struct, structs
 
 from thor_dflash.core.errors import Code, ConfigError, PlanError
-from thor_dflash.core.strict_records import cut, visible
+from thor_dflash.core.message_text import cut, visible
 from thor_dflash.serving.protocol import messages, validation
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec
 from thor_dflash.serving.transport.endpoints import has_port

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.core.strict_records import cut, visible
+from thor_dflash.core.message_text import cut, visible
 from thor_dflash.serving.client import retry
 from thor_dflash.serving.gateway import metrics, openai_api
 from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.strict_records import nearest, visible
+from thor_dflash.core.message_text import nearest, visible
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 
 Schema = dict[str, Any]
 Kind = str | Mapping[str, Any]

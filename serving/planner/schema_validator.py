@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import jsonschema_rs
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.strict_records import cut, show, visible
+from thor_dflash.core.message_text import cut, show, visible
 
 MOST_PATTERNS = 64
 """Most regular expressions in a schema. Compiling one blocks the whole interpreter, so the server

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from thor_dflash.config.build import CLOSING_MESSAGE
+from thor_dflash.config.decode import NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import CLOSING_MESSAGE, NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.measure.power import find_sensors

@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.strict_records import visible
+from thor_dflash.core.message_text import visible
 from thor_dflash.serving.protocol import codec, messages
 from thor_dflash.serving.protocol.codec import Codec, Head
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError, RequestError
-from thor_dflash.core.strict_records import cut, show, visible
+from thor_dflash.core.message_text import cut, show, visible
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_plain, convert
 

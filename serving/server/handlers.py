@@ -13,7 +13,7 @@ from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.strict_records import visible
+from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.planner import admit, stopped
 from thor_dflash.serving.planner.result import asked

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Literal
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec

@@ -26,7 +26,7 @@ from queue import Empty, PriorityQueue, SimpleQueue
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ThorError
-from thor_dflash.core.strict_records import visible
+from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server import workers

@@ -30,7 +30,7 @@ from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.builders.tensorrt.package import EngineBuilder
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, ThorError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest

@@ -14,7 +14,7 @@ from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightKind
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, SyntheticCheckpoint
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import ThorError
 
 Engine = Literal["ort", "cuda", "tensorrt"]

@@ -9,7 +9,7 @@ from support.checkpoints import GEOMETRIES, write_target
 
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.model_card import LENGTHS, RULE, TIERS, make_card
-from thor_dflash.config.tree import BuildConfig, CardConfig
+from thor_dflash.config.build import BuildConfig, CardConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
 

@@ -14,7 +14,7 @@ from thor_dflash.builders.build import _key, build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.builders.resume_key import _code, build_key
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 
 ROOT = Path(__file__).parents[2]

@@ -108,15 +108,6 @@ def test_a_circular_link_is_no_traceback(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("key", ["close", "source"])
-def test_a_card_is_utf8_before_anything_is_built(
-    key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["build", "--target", "t", "--out", "o", "-s", f"build.card.{key}=\udcff</think>"]
-    assert main.main(line) == 2
-    assert f"build.card.{key} must be UTF-8" in capsys.readouterr().err
-
-
 def test_the_names_of_skipped_tensors_do_not_rule_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import build as build_verb
-from thor_dflash.config.tree import (
+from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     BudgetConfig,
@@ -307,7 +307,7 @@ def test_a_bug_shows_itself(session: Session) -> None:
         ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
         (
             "generate --package p --prompt a --max-tokens 0",
-            "decode.max_tokens must be >= 1 (got 0)",
+            "decode.max_tokens must be 1 to 2147483647 (got 0)",
         ),
         ("generate --package p --prompt a --drafter eagle", 'decode.drafter must be "auto" or'),
         (

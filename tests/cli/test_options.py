@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import pytest
 from support.samples import MANIFEST
 
 from thor_dflash.cli import main, parser
-from thor_dflash.cli.commands import profile
-from thor_dflash.config.tree import BuildConfig, keys, load
+from thor_dflash.config.tree import keys, load
 from thor_dflash.package.manifest import MAGIC, render
 
 VERBS = {
@@ -154,13 +152,6 @@ def test_an_option_is_written_out_also_where_its_value_has_a_space(
 ) -> None:
     said = refused(capsys, "generate", "--package", "p", "--prompt", "a", "--sche=b c")
     assert said.startswith("unrecognized arguments: --sche=b c")
-
-
-def test_build_offers_every_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["build", "--help"])
-    hint = get_type_hints(BuildConfig)["engine"]
-    assert f"--engine {'|'.join(get_args(hint))}" in capsys.readouterr().out
 
 
 # ---- values
@@ -355,24 +346,6 @@ def test_an_option_that_is_a_text_is_that_text(name: str) -> None:
     words = ["serve", "--mock", "--events", name, "--prefix-dir", name, "--bind", f"ipc://{name}"]
     settings = load(None, main.overrides(parser.parse(words))).serve
     assert (settings.events, settings.prefix_dir, settings.bind) == (name, name, (f"ipc://{name}",))
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_default_that_the_help_tells_is_the_default(verb: str) -> None:
-    kept = load(None, ())
-    sub = parser._parsers()[1][verb]
-    for action in sub._actions:
-        told = re.search(r"\(default (.+?)(: .*)?\)", action.help or "")
-        if told is None or told[1] in ("the server's",):
-            continue
-        if "." not in action.dest:
-            value = profile.RUNS if action.dest == "runs" else action.default
-        else:
-            section, *path = action.dest.split(".")
-            value = getattr(kept, section)
-            for name in path:
-                value = getattr(value, name)
-        assert told[1] == (value[0] if isinstance(value, tuple) else str(value)), action.dest
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from support.samples import MANIFEST
 
 from thor_dflash.cli import main
 from thor_dflash.cli.requests import Question
-from thor_dflash.config.tree import NO_BUDGET, NO_DRAFT_LIMITS, load
+from thor_dflash.config.decode import NO_BUDGET, NO_DRAFT_LIMITS
+from thor_dflash.config.tree import load
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request

@@ -10,7 +10,8 @@ import pytest
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check.compare import Reference, compare, make, some_tokens, tracer
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.doctor.examine import examine
 from thor_dflash.runtime.doctor.local_machine import LocalMachine

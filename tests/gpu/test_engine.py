@@ -16,7 +16,8 @@ from support.planner_nano import package, request, tasks
 from support.poisoned_memory import poison
 from support.rounding_error import hold_as_near
 
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import OutOfMemory
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array

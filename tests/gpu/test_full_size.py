@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from thor_dflash.builders.synthetic import write_synthetic
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.model_runner import ModelRunner

@@ -13,7 +13,7 @@ import pytest
 from support.loop_models import answer
 from support.planner_nano import package, request
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter

@@ -10,7 +10,7 @@ from stand_ins import tensorrt_module as trt
 from support.planner_nano import package, request
 from support.trt_packages import planned
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.tensorrt.node import fingerprint

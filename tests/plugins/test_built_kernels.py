@@ -9,7 +9,7 @@ import pytest
 from support.kernel_usage import usage_of
 
 from thor_dflash.builders.synthetic import write_synthetic
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import Program, read
 from thor_dflash.plugins.contract import Attributes

@@ -25,8 +25,8 @@ from support.hostile_peers import attack
 from support.soak_clients import Robot, Soak
 
 from thor_dflash.cli.commands.serve import SWITCH_S
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, open_session
 from thor_dflash.serving.client import Message, Options, PlanRequest, RemotePlanner

@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.decoding.block import Policy

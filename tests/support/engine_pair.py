@@ -13,7 +13,8 @@ from stand_ins.emulated_driver import Emulated, emulate
 from support.checkpoints import DrafterGeometry, TargetGeometry, write_drafter, write_target
 
 from thor_dflash.builders import build as builder
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import ACCEPT

@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 from stand_ins.fake_driver import Fake, fake
 from support.planner_nano import package, request
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Session, open_session

@@ -22,7 +22,8 @@ from support.checkpoints import (
 )
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import CallableDrafter, Proposer

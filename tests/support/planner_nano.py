@@ -9,7 +9,7 @@ from pathlib import Path
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, task_from_line
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, Session
 

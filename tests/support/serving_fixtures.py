@@ -249,7 +249,7 @@ def session() -> Iterator[Session]:
     # Imported here: most tests of serving need no model.
     from support.constrained_model import package
 
-    from thor_dflash.config.tree import EngineConfig
+    from thor_dflash.config.engine import EngineConfig
     from thor_dflash.core.progress import Silent
     from thor_dflash.runtime.session import open_session
 

@@ -17,8 +17,8 @@ from support.checkpoints import GEOMETRIES, Dialect, write_target
 
 from thor_dflash.builders import build as builds
 from thor_dflash.builders.build import build
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tensorrt import TensorRTConfig
-from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.trt_engine import EngineDescription

@@ -24,8 +24,8 @@ from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, SyntheticCheckpoint
 from thor_dflash.builders.tensorrt.package import plan_engines, write_engines
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tensorrt import TensorRTConfig
-from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.manifest import FileEntry, hash_file
 

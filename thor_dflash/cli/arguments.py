@@ -1,10 +1,13 @@
-"""The options of each subcommand and their help. `dest` is a configuration key if it has a dot."""
+"""The options of each subcommand. Those that set a key of the configuration have it as `dest`, and
+get type and help from the key's section.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def path(text: str) -> Path:
@@ -18,9 +21,24 @@ def path(text: str) -> Path:
 
 def named(text: str) -> str:
     """A setting that is not empty, for the same reason: empty would switch it off."""
-    if not text:
-        raise argparse.ArgumentTypeError("must be a path (got an empty name)")
+    path(text)
     return text
+
+
+def _settings(sub: argparse.ArgumentParser, *keys: str) -> None:
+    """Add the options that set these keys of the configuration."""
+    from thor_dflash.config import reference  # here, so that --help is fast
+
+    for key in keys:
+        option, metavar = reference.OPTIONS[key]
+        kind: dict[str, Any] = {"metavar": metavar or "|".join(reference.values(key))}
+        if not kind["metavar"]:
+            kind = {"action": "store_const", "const": "true"}
+        elif metavar == "ENDPOINT":
+            kind["action"] = "append"
+        elif metavar in ("DIR", "FILE"):
+            kind["type"] = named
+        sub.add_argument(option, dest=key, help=reference.help_of(key), **kind)
 
 
 def build(sub: argparse.ArgumentParser) -> None:
@@ -36,10 +54,7 @@ def build(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--out", type=path, required=True, metavar="PKG", help="directory of the package to write"
     )
-    sub.add_argument(
-        "--engine", dest="build.engine", metavar="ort|cuda|tensorrt",
-        help="what will run the package: ort is ONNX Runtime on the CPU, for tests (default ort)",
-    )  # fmt: skip
+    _settings(sub, "build.engine")
 
 
 def _package(sub: argparse.ArgumentParser) -> None:
@@ -69,23 +84,11 @@ def generate(sub: argparse.ArgumentParser) -> None:
         "--schema", type=path, metavar="FILE.json",
         help="JSON schema that the answer after the thinking must obey",
     )  # fmt: skip
-    sub.add_argument(
-        "--drafter", dest="decode.drafter", metavar="auto|dflash|none",
-        help="none decodes plainly: the same tokens, more slowly (default auto: if there is one)",
+    _settings(
+        sub, "decode.drafter", "decode.max_tokens", "decode.thinking", "decode.ignore_eos",
+        "decode.budget.tokens", "decode.budget.close", "decode.budget.effort", "decode.accept",
+        "decode.gate", "engine.block",
     )  # fmt: skip
-    sub.add_argument(
-        "--max-tokens", dest="decode.max_tokens", metavar="N",
-        help="longest answer, thinking included (default 1024)",
-    )  # fmt: skip
-    sub.add_argument(
-        "--thinking", dest="decode.thinking", metavar="on|off",
-        help="whether the model thinks before it answers (default on)",
-    )  # fmt: skip
-    sub.add_argument(
-        "--ignore-eos", dest="decode.ignore_eos", action="store_const", const="true",
-        help="do not end at the stop tokens, but at --max-tokens; for measurements",
-    )  # fmt: skip
-    _policies(sub)
     sub.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the text"
     )
@@ -114,24 +117,6 @@ def profile(sub: argparse.ArgumentParser) -> None:
         "--trace", type=path, metavar="X.json",
         help="also write a trace of the last answer, for ui.perfetto.dev",
     )  # fmt: skip
-
-
-def _policies(sub: argparse.ArgumentParser) -> None:
-    for option, key, metavar, text in (
-        ("--thinking-budget", "decode.budget.tokens", "N",
-         "close the thinking after N tokens"),
-        ("--thinking-close", "decode.budget.close", "hard|soft",
-         "soft: also shortly before, where the model nearly closes it (default hard)"),
-        ("--reasoning-effort", "decode.budget.effort", "NAME",
-         "a thinking budget by name: none, minimal, low, medium, high, x-high or max"),
-        ("--accept", "decode.accept", "strict|relaxed",
-         "relaxed: while thinking, take near misses of the drafter, too (default strict)"),
-        ("--gate", "decode.gate", "on|off",
-         "on: decode plainly while drafting does not pay (default off)"),
-        ("--block", "engine.block", "N",
-         "rows of a block, one of the widths in the package (default: its longest)"),
-    ):  # fmt: skip
-        sub.add_argument(option, dest=key, metavar=metavar, help=text)
 
 
 def score(sub: argparse.ArgumentParser) -> None:
@@ -208,9 +193,7 @@ def bench(sub: argparse.ArgumentParser) -> None:
         "--random-weights", action="store_true",
         help="make weights on the device instead of reading a checkpoint",
     )  # fmt: skip
-    sub.add_argument(
-        "--engine", dest="build.engine", metavar="cuda", help="needed with --shape; only cuda"
-    )
+    _settings(sub, "build.engine")
     sub.add_argument(
         "--quick", action="store_true",
         help="skip the variants that each leave one optimisation out",
@@ -239,30 +222,10 @@ def serve(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--mock-cycle-ms", type=float, metavar="MS", help="how long one step of --mock takes"
     )
-    sub.add_argument(
-        "--bind", dest="serve.bind", action="append", metavar="ENDPOINT",
-        help="tcp://HOST:PORT or ipc://PATH to listen on; repeatable (default tcp://127.0.0.1:5571)",
+    _settings(
+        sub, "serve.bind", "serve.curve", "serve.prefix_dir", "serve.events", "serve.trace_slow_ms",
+        "serve.yield_us", "serve.insecure", "serve.allow_admin", "serve.log_prompts",
     )  # fmt: skip
-    for option, key, metavar, kind, text in (
-        ("--curve", "serve.curve", "DIR", named,
-         "encrypt, and admit only known clients: directory made by thor-dflash keygen"),
-        ("--prefix-dir", "serve.prefix_dir", "DIR", named,
-         "where to keep the prefixes that clients ask to persist"),
-        ("--events", "serve.events", "FILE", named,
-         "file to append one line of JSON to for each event"),
-        ("--trace-slow", "serve.trace_slow_ms", "MS", str,
-         "write a trace of each plan that takes longer, into serve.trace_dir"),
-        ("--yield-us", "serve.yield_us", "US", str,
-         "wait before each step, in microseconds, for other users of the device"),
-    ):  # fmt: skip
-        sub.add_argument(option, dest=key, type=kind, metavar=metavar, help=text)
-    for name, text in (
-        ("insecure", "let other machines connect without encryption"),
-        ("allow-admin", "let clients drain and stop the server; ipc or --curve only"),
-        ("log-prompts", "write prompts to the log"),
-    ):
-        dest = f"serve.{name.replace('-', '_')}"
-        sub.add_argument(f"--{name}", dest=dest, action="store_const", const="true", help=text)
 
 
 def plan(sub: argparse.ArgumentParser) -> None:
@@ -309,22 +272,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
 
 def gateway(sub: argparse.ArgumentParser) -> None:
     """Add the options of `gateway`."""
-    sub.add_argument(
-        "--server", dest="gateway.servers", action="append", metavar="ENDPOINT",
-        help="a plan server; repeatable (default tcp://127.0.0.1:5571)",
-    )  # fmt: skip
-    sub.add_argument(
-        "--listen", dest="gateway.listen", metavar="HOST:PORT",
-        help="where to answer HTTP (default 127.0.0.1:8000)",
-    )  # fmt: skip
-    sub.add_argument(
-        "--keys", dest="gateway.keys", type=named, metavar="DIR",
-        help="client's CURVE keys, for servers with --curve",
-    )  # fmt: skip
-    sub.add_argument(
-        "--insecure", dest="gateway.insecure", action="store_const", const="true",
-        help="let other machines connect: HTTP has neither encryption nor a password here",
-    )  # fmt: skip
+    _settings(sub, "gateway.servers", "gateway.listen", "gateway.keys", "gateway.insecure")
 
 
 def keygen(sub: argparse.ArgumentParser) -> None:

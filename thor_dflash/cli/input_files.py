@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import as_list, as_table, show, unique_keys
+from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table, unique_keys
 from thor_dflash.runtime.text.messages import chat
 
 LIMIT = 64 << 20

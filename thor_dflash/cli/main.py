@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from thor_dflash.cli import stdio
 from thor_dflash.cli.parser import listed, parse
 from thor_dflash.core.errors import ConfigError, ThorError
+from thor_dflash.core.message_text import cut, one_line
 from thor_dflash.core.progress import print_line
-from thor_dflash.core.strict_records import cut, one_line
 
 if TYPE_CHECKING:
     from thor_dflash.config.tree import Config

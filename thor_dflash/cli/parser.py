@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import thor_dflash
 from thor_dflash.cli import arguments as verb_options
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.strict_records import cut
+from thor_dflash.core.message_text import cut
 
 MESSAGE = 300
 """Maximum characters of argparse's own messages, which repeat a value that is refused."""
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: it is invalid; the message names the --help to see.
     """
-    top, verbs = _parsers()
+    top, verbs = _parsers(argv[:1])
     if argv and argv[0] in verbs:
         verbs[argv[0]].check(argv[1:])
     args, others = top.parse_known_args(argv)
@@ -93,10 +93,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    return _parsers()[0]
+    return _parsers(None)[0]
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
+def _parsers(used: Sequence[str] | None) -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
+    """The parser and those of the commands. Only commands in `used` (None: all) get options."""
     made: dict[str, _Parser] = {}
     top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)
     top.add_argument(
@@ -130,6 +131,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
          "make the CURVE keys of an encrypted plan server and of its first client"),
     ):  # fmt: skip
         sub = made[name] = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if used is not None and name not in used:
+            continue
         sub.register("action", None, _Once)
         add(sub)
         reads = sections.split()

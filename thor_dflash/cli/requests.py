@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
-from thor_dflash.config.tree import Config, DecodeConfig
+from thor_dflash.config.decode import DecodeConfig
+from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
+from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.strict_records import check_utf8, show
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session

@@ -1,88 +1,32 @@
-"""Strict conversion between tables (parsed TOML or JSON) and frozen dataclasses.
+"""Strict conversion of tables (parsed TOML or JSON) to frozen dataclasses, by msgspec.
 
 A dataclass is its own schema: unknown, missing and mistyped keys are refused by their dotted name.
+msgspec converts; this module adds what it lacks: it ignores unknown keys of a dataclass, and its
+messages neither name the key of a mapping nor the values that are allowed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from thor_dflash.core.errors import RequestError, ThorError
+import msgspec
+
+from thor_dflash.core.errors import ThorError
+from thor_dflash.core.message_text import cut, nearest, show
 
 T = TypeVar("T")
 
-SHOWN = 80
-"""Maximum characters of a value in a message."""
-LINE = 2000
-"""Maximum characters of a message, so that a huge value in one does not flood a terminal or log."""
 TEXT_LIMIT = 64 << 20
 """Largest text file, bytes. A device, given by mistake, has no end."""
 WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
 """Type name -> how messages describe it."""
-
-
-def show(value: object) -> str:
-    """A value as it would be written in TOML, shortened for a message."""
-    cut = value[: SHOWN + 1] if isinstance(value, str | bytes) else value
-    text = ""
-    # Piece by piece, because encoding a large value completely would be slow.
-    try:
-        for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(cut):
-            text += piece
-            if len(text) > SHOWN:
-                return text[: SHOWN - 3] + "..."
-    except ValueError:  # Python does not print huge integers, which TOML can give in hex
-        return text + "a number of thousands of digits"
-    return text
-
-
-_WRITTEN = "\u00a0\u200c\u200d\u3000"
-"""Part of ordinary text, though Python does not call them printable: the no-break and ideographic
-spaces, and the joiners of Persian, Indic scripts and emoji."""
-
-
-def visible(text: str, keep: str = "") -> str:
-    """`text` with control characters and other unprintable ones, except those in `keep`, escaped: a
-    terminal would obey them, and a line break would look like the next line of a log.
-    """
-    if text.isprintable():  # a logged prompt may have a million characters: do not go through them
-        return text
-    keep += _WRITTEN
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
-
-
-def one_line(text: str) -> str:
-    """A message as one line of visible characters."""
-    return cut(visible(" ".join(text.split())), LINE)
-
-
-def cut(text: str, most: int = SHOWN) -> str:
-    """`text`, with the middle left out if it has more than `most` characters."""
-    if len(text) <= most:
-        return text
-    end = most // 4
-    return f"{text[: most - end - 5]} ... {text[-end:]}"
-
-
-def check_utf8(what: str, text: str) -> None:
-    """Refuse text with lone surrogates: its source was not UTF-8.
-
-    Raises:
-        RequestError: `text` has some; names `what`.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise RequestError(f"{what} must be UTF-8 (got: {e.reason} at {e.start})") from e
 
 
 def as_table(value: object) -> dict[str, object] | None:
@@ -110,15 +54,6 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
                 raise ValueError(f"the key {cut(name)!r} twice")
             seen.add(name)
     return values
-
-
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean x?`, or the known names if none is similar; each with `prefix`."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    return f"known: {', '.join(prefix + other for other in names)}"
 
 
 def encode(record: object) -> Any:
@@ -156,7 +91,7 @@ def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
         error: it is missing, not JSON, or refused by `decode`; the message begins with the path.
     """
     try:
-        value: object = json.loads(read_text(path))
+        value: object = msgspec.json.decode(read_text(path))
     except OSError as e:
         raise error(f"{path} must be readable (got: {e.strerror})") from e
     except RecursionError as e:
@@ -177,72 +112,142 @@ def decode(cls: type[T], table: object, where: str, error: type[ThorError]) -> T
     Raises:
         error: an unknown, missing or mistyped key, or a value `cls` refuses.
     """
-    rows = as_table(table)
-    if rows is None:
-        raise error(f"{where} must be a section (got {show(table)})")
-    fields = {f.name: f for f in dataclasses.fields(typing.cast("Any", cls))}
-    prefix = f"{where}." if where else ""
-    for name in rows:
-        if name not in fields:
-            raise error(f"unknown key {prefix}{cut(name)} ({nearest(name, fields, prefix)})")
-    hints = typing.get_type_hints(cls)
-    for name, field in fields.items():
-        if name not in rows and _required(field):
-            raise error(f"{prefix}{name} must be present (got nothing)")
-    return cls(**{k: _value(hints[k], v, prefix + k, error) for k, v in rows.items()})
+    if keys := _unknown_key(cls, table):
+        known, prefix = hints(_bare(_hint_at(cls, keys[:-1]))), _dotted(where, keys[:-1])
+        near = nearest(str(keys[-1]), known, f"{prefix}." if prefix else "")
+        raise error(f"unknown key {_dotted(prefix, (cut(str(keys[-1])),))} ({near})")
+    try:
+        return msgspec.convert(table, cls)
+    except msgspec.ValidationError as e:
+        raise error(_message(str(e), cls, table, where)) from e
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
-    missing = dataclasses.MISSING
-    return field.default is missing and field.default_factory is missing
+# ---- what msgspec lacks --------------------------------------------------------------------------
+Keys = tuple[str | int, ...]
+"""Keys and indices that lead from a table to a value inside it."""
 
 
-def _value(hint: Any, value: object, where: str, error: type[ThorError]) -> Any:
-    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        # No use of it (as a Python float, in an array, by a library) allows larger ones.
-        raise error(f"{where} must be a number of 64 bits (got {show(value)})")
-    if dataclasses.is_dataclass(hint):
-        return decode(typing.cast("type[Any]", hint), value, where, error)
+def _is_record(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+@cache
+def hints(cls: Any) -> dict[str, Any]:
+    """Field -> its type, constraints included."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _bare(hint: Any) -> Any:
+    """A type without its constraints, and without None."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _bare(args[0])
+    kinds = [kind for kind in args if kind is not types.NoneType]
+    return (
+        _bare(kinds[0]) if origin in (types.UnionType, typing.Union) and len(kinds) == 1 else hint
+    )
+
+
+def _inner(hint: Any) -> Any:
+    """The type of the items of a list or a mapping."""
+    return [kind for kind in typing.get_args(hint) if kind is not Ellipsis][-1]
+
+
+def _hint_at(cls: Any, keys: Keys) -> Any:
+    hint = cls
+    for key in keys:
+        hint = _bare(hint)
+        hint = hints(hint)[str(key)] if _is_record(hint) else _inner(hint)
+    return hint
+
+
+@cache
+def _has_records(hint: Any) -> bool:
+    hint = _bare(hint)
+    return _is_record(hint) or any(map(_has_records, typing.get_args(hint)))
+
+
+@cache
+def _records(cls: Any) -> dict[str, Any]:
+    """The fields that hold further dataclasses."""
+    return {name: _bare(hint) for name, hint in hints(cls).items() if _has_records(hint)}
+
+
+def _unknown_key(hint: Any, value: object) -> Keys:
+    """The keys that lead to the first key that its dataclass lacks; empty if there is none."""
+    inside: Iterable[tuple[str | int, Any, object]] = ()
+    if _is_record(hint):
+        table, known = as_table(value) or {}, hints(hint)
+        if unknown := next((key for key in table if key not in known), None):
+            return (unknown,)
+        inside = ((key, kind, table[key]) for key, kind in _records(hint).items() if key in table)
+    elif _has_records(hint):
+        items = as_list(value)
+        pairs = (as_table(value) or {}).items() if items is None else enumerate(items)
+        inside = ((key, _bare(_inner(hint)), item) for key, item in pairs)
+    for key, kind, item in inside:
+        if keys := _unknown_key(kind, item):
+            return (key, *keys)
+    return ()
+
+
+def _message(text: str, cls: Any, table: object, where: str) -> str:
+    """A message of msgspec as one of ours."""
+    text, _, path = text.partition(" - at `$")
+    keys, value = Keys(), table
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+        if index == "...":  # some key of a mapping
+            kind = _inner(_bare(_hint_at(cls, keys)))
+            items = (as_table(value) or {}).items()
+            keys += (next(key for key, item in items if _is_refused(item, kind)),)
+        else:
+            keys += (name or int(index),)
+        value = typing.cast("Any", value)[keys[-1]]
+    if missing := re.match(r"Object missing required field `(\w+)`", text):
+        return f"{_dotted(where, (*keys, missing[1]))} must be present (got nothing)"
+    return f"{_dotted(where, keys)} must be {_rule(_hint_at(cls, keys), text)} (got {show(value)})"
+
+
+def _is_refused(value: object, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _dotted(where: str, keys: Keys) -> str:
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return (where + "".join(parts)).removeprefix(".")
+
+
+def _rule(hint: Any, text: str) -> str:
+    """What the values of a type must be."""
+    if text == "Number out of range":
+        return "a number of 64 bits"
+    if ", got" not in text and typing.get_origin(hint) is Annotated:
+        return bounds(hint)
+    return _kind(_bare(hint))
+
+
+def bounds(hint: Any) -> str:
+    """The range of a type with constraints."""
+    meta = next(m for m in typing.get_args(hint) if isinstance(m, msgspec.Meta))
+    if meta.le is None:
+        return f"> {meta.gt}" if meta.ge is None else f">= {meta.ge}"
+    return (
+        f"above {meta.gt} and at most {meta.le}" if meta.ge is None else f"{meta.ge} to {meta.le}"
+    )
+
+
+def _kind(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return _choice(args, value, where, error)
-    if origin is types.UnionType:
-        kinds = [arg for arg in args if arg is not type(None)]
-        if len(kinds) > 1 and type(value) not in kinds:
-            words = " or ".join(WORDS[kind.__name__] for kind in kinds)
-            raise error(f"{where} must be {words} (got {show(value)})")
-        return value if len(kinds) > 1 else _value(kinds[0], value, where, error)
+        return " or ".join(map(show, args))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(_kind, args))
     if origin is tuple:
-        return _items(args[0], value, where, error)
-    if origin is not None:
-        return _table(args[1], value, where, error)
-    return _plain(hint, value, where, error)
-
-
-def _choice(known: tuple[Any, ...], value: object, where: str, error: type[ThorError]) -> object:
-    if value in known:
-        return value
-    words = " or ".join(show(item) for item in known)
-    raise error(f"{where} must be {words} (got {show(value)})")
-
-
-def _items(hint: Any, value: object, where: str, error: type[ThorError]) -> tuple[Any, ...]:
-    items = as_list(value)
-    if items is None:
-        raise error(f"{where} must be a list (got {show(value)})")
-    return tuple(_value(hint, item, f"{where}[{i}]", error) for i, item in enumerate(items))
-
-
-def _table(hint: Any, value: object, where: str, error: type[ThorError]) -> dict[str, Any]:
-    table = as_table(value)
-    if table is None:
-        raise error(f"{where} must be a table (got {show(value)})")
-    return {name: _value(hint, item, f"{where}.{name}", error) for name, item in table.items()}
-
-
-def _plain(hint: type[Any], value: object, where: str, error: type[ThorError]) -> object:
-    if type(value) is hint:  # exact: a bool is not an int here
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    raise error(f"{where} must be {WORDS[hint.__name__]} (got {show(value)})")
+        return "a list" if Ellipsis in args else f"a list of {len(args)}"
+    if _is_record(hint):
+        return "a section"
+    return "a table" if origin else WORDS[hint.__name__]

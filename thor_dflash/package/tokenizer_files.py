@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.core.errors import CheckpointError
-from thor_dflash.core.strict_records import as_list, as_table, show
+from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

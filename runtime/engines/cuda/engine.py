@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import TensorSpec

@@ -10,7 +10,7 @@ from onnx import NodeProto, helper
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.plugins.contract import IN_PLACE
 
 NANO = Path(__file__).parents[3] / "models" / "planner-nano"

@@ -25,7 +25,7 @@ from thor_dflash.builders.lowering.packed_weights import WeightPacker
 from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.synthetic import write_synthetic
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType

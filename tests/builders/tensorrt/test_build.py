@@ -23,7 +23,7 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
 from thor_dflash.builders.tensorrt.profiles import SizeRange, session_ranges
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.model_dims import MIN_CONVERSATION, DraftLayerDims
 from thor_dflash.core.progress import Silent

@@ -22,7 +22,7 @@ from thor_dflash.builders.tensorrt.parser_rules import (
     source_problems,
     without_files,
 )
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN
 

@@ -14,8 +14,8 @@ from support.trt_builds import HYBRID
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt.package import plan_engines
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tensorrt import TensorRTConfig
-from thor_dflash.config.tree import BuildConfig
 from thor_dflash.core.errors import ConfigError
 
 FP4 = {"num_bits": 4, "type": "float", "group_size": 16}

@@ -31,7 +31,8 @@ from thor_dflash.calib.check.cuda_trace import CudaTracer
 from thor_dflash.calib.check.golden import arrays, read
 from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array

@@ -24,7 +24,8 @@ from thor_dflash.calib.studies.heldout import (
     tasks,
 )
 from thor_dflash.calib.studies.policies import PolicyRun, _pace, faster, length_of, speed, valid
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.telemetry import PhaseTotals
 from thor_dflash.runtime.session import Session, open_session

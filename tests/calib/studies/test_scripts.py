@@ -14,7 +14,7 @@ from support.loop_models import session
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.studies import script
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 

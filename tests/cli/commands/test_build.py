@@ -19,7 +19,8 @@ from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.model_card import make_card
 from thor_dflash.cli import main
-from thor_dflash.config.tree import BLOCK, CAPACITY, BuildConfig, CardConfig, EngineConfig
+from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig, CardConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent

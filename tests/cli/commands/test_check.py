@@ -18,7 +18,7 @@ from thor_dflash.calib.check import compare as judging
 from thor_dflash.calib.check.compare import compare, tracer
 from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent

@@ -18,7 +18,7 @@ from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, writ
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main, parser
 from thor_dflash.cli.commands import profile as profile_verb
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import ProgressTask, Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.doctor import jetson

@@ -19,7 +19,8 @@ from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, writ
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main, output_files
 from thor_dflash.cli.commands.score import write_blocks
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.measure.score import score

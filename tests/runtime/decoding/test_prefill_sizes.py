@@ -10,7 +10,8 @@ from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, writ
 from support.loop_models import answer, prompt
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter

@@ -13,7 +13,7 @@ from support import constrained_model
 from support.loop_models import answer, erring, prompt, session
 
 from thor_dflash.calib.studies.replay_baseline import Replay
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.session import Request, Session, open_session

@@ -30,7 +30,7 @@ from support.unprivileged import unprivileged
 from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import doctor
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest

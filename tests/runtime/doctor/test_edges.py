@@ -25,7 +25,7 @@ from support.doctor_machines import (
 from support.samples import MANIFEST, package
 
 from thor_dflash.cli import main
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.package import manifest
 from thor_dflash.package.manifest import NAME, FileEntry, render
 from thor_dflash.plugins.verify_attention import TILE

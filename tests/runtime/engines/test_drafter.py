@@ -30,7 +30,7 @@ from support.checkpoints import (
 from support.reference_drafter import Rules, logits, rules
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.model_runner import ring_rows
 from thor_dflash.runtime.engines.onnxruntime_import import ort

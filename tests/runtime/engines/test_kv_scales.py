@@ -13,7 +13,8 @@ from support.loop_models import prompt
 
 from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest

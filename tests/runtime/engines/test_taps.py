@@ -23,7 +23,8 @@ from support.checkpoints import (
 from support.reference_drafter import Rules, logits, rules
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.accept import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress

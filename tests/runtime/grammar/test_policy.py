@@ -18,9 +18,9 @@ from llguidance import LLMatcher, LLParserLimits
 from support.constrained_model import PLAN, SMALL, TOKENIZER, asked, constrained, session, text
 from support.loop_models import DEAD, drafts, erring, hostile, oracle
 
-from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.strict_records import show
+from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.reference import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy

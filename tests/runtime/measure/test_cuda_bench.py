@@ -20,7 +20,9 @@ from support.tiny_bench import ARGUMENTS
 from thor_dflash.builders import synthetic
 from thor_dflash.cli import main
 from thor_dflash.cli.commands.bench import variants
-from thor_dflash.config.tree import BuildConfig, EngineConfig, load
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.tree import load
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import PREFETCHED

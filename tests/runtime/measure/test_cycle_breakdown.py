@@ -12,7 +12,7 @@ from support.planner_nano import NANO, package
 
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.manifest import read
 from thor_dflash.runtime.grammar.policy import Walk

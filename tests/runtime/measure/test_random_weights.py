@@ -15,7 +15,8 @@ from support.tiny_bench import ARGUMENTS
 
 from thor_dflash.cli import main
 from thor_dflash.cli.commands.bench import write_random
-from thor_dflash.config.tree import BuildConfig, Config
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.constrained_model import asked, session
 
-from thor_dflash.config.tree import BudgetConfig
+from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 
 

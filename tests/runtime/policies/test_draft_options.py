@@ -7,7 +7,7 @@ import pytest
 from support.loop_models import prompt, session
 from support.thinking_models import Asked, after, run
 
-from thor_dflash.config.tree import DraftConfig
+from thor_dflash.config.decode import DraftConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress

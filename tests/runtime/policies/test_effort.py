@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from thor_dflash.builders.model_card import make_card
-from thor_dflash.config.tree import CLOSING_MESSAGE, BudgetConfig, CardConfig
+from thor_dflash.config.build import CLOSING_MESSAGE, CardConfig
+from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import ModelCard
 from thor_dflash.runtime.policies.effort import TokenLimits, effort_tokens, resolve_limits

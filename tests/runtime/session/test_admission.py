@@ -15,15 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main
-from thor_dflash.config.tree import (
-    CLOSING_MESSAGE,
-    BudgetConfig,
-    BuildConfig,
-    CardConfig,
-    DraftConfig,
-    EngineConfig,
-    RelaxedConfig,
-)
+from thor_dflash.config.build import CLOSING_MESSAGE, BuildConfig, CardConfig
+from thor_dflash.config.decode import BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
@@ -311,7 +305,7 @@ def test_effort_none_does_not_think(capsys: pytest.CaptureFixture[str], package:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--thinking-budget -2", "decode.budget.tokens must be >= -1 (got -2)"),
+        ("--thinking-budget -2", "decode.budget.tokens must be -1 to 2147483647 (got -2)"),
         ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
         ("--thinking-close soft", "decode.budget.close must go with a budget or an effort (got no"),
         ("--reasoning-effort lots", "decode.budget.effort must be"),

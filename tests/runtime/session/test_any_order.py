@@ -23,7 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from support import constrained_model
 from support.loop_models import drafts
 
-from thor_dflash.config.tree import BudgetConfig, DraftConfig, EngineConfig, RelaxedConfig
+from thor_dflash.config.decode import BudgetConfig, DraftConfig, RelaxedConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError, TransactionError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array

@@ -14,7 +14,8 @@ import pytest
 from support.loop_models import DEAD, answer, drafts, oracle, prompt, session
 
 from thor_dflash.builders.build import build
-from thor_dflash.config.tree import BuildConfig, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, EngineError, ModelFault, PackageError, RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec

@@ -10,8 +10,8 @@ from support.planner_nano import package
 from support.samples import MANIFEST
 
 from thor_dflash.cli import main
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.session import open_session

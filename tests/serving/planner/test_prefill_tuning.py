@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.constrained_model import package
 
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.session import Session, open_session

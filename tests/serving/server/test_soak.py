@@ -7,8 +7,8 @@ from typing import Any
 from support.constrained_model import package
 from support.soak_clients import Soak
 
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.planner.session_backend import SessionBackend

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from support.constrained_model import package
 
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.config.tree import EngineConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thor_dflash.cli import unused_settings
-from thor_dflash.config.tree import BuildConfig, Config, EngineConfig
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, EngineError
+from thor_dflash.core.message_text import show
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.strict_records import show
 
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest

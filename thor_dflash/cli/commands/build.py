@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thor_dflash.cli import unused_settings
-from thor_dflash.config.tree import BuildConfig, Config
+from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import CheckpointError, ConfigError, RequestError
+from thor_dflash.core.message_text import show, visible
 from thor_dflash.core.progress import Progress, amount
-from thor_dflash.core.strict_records import show, visible
 from thor_dflash.package.tokenizer_files import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from thor_dflash.cli import output_files
 from thor_dflash.cli.commands import score as score_verb
 from thor_dflash.cli.input_files import in_vocabulary, read_tokens
-from thor_dflash.config.tree import Config, EngineConfig
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package import manifest as package_manifest

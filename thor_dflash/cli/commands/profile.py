@@ -20,7 +20,7 @@ from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.cli.requests import endless, read_question, untouched
 from thor_dflash.config.tree import Config
-from thor_dflash.core import strict_records
+from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import ConfigError, RequestError, ThorError
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package import manifest
@@ -154,10 +154,10 @@ def _base(path: Path) -> Profile:
     table = strict_records.as_table(value := read_json(path, LARGEST))
     if table is None:
         text = f"{path} must be a JSON object, as profile --json prints it"
-        raise RequestError(f"{text} (got {strict_records.show(value)})")
+        raise RequestError(f"{text} (got {message_text.show(value)})")
     found = strict_records.decode(Profile, table, str(path), RequestError)
     if missing := TITLES.keys() - found.times.keys():
-        got = strict_records.cut(", ".join(found.times))
+        got = message_text.cut(", ".join(found.times))
         raise RequestError(f"{path}.times must hold {min(missing)} (got {got})")
     for name in TITLES:
         if not 0 < (median := found.times[name].median) < math.inf:
@@ -220,9 +220,7 @@ def _early(
     if ended is None:
         return []
     why = (
-        "interrupted"
-        if isinstance(ended, KeyboardInterrupt)
-        else strict_records.one_line(str(ended))
+        "interrupted" if isinstance(ended, KeyboardInterrupt) else message_text.one_line(str(ended))
     )
     if args.soak:
         return [f"ended after {when[-1][1] - when[0][0]:.0f} of {args.soak} s: {why}"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 from thor_dflash.cli import stdio
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ThorError
+from thor_dflash.core.message_text import one_line, visible
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.strict_records import one_line, visible
 
 if TYPE_CHECKING:
     from thor_dflash.serving.planner.backend import Backend

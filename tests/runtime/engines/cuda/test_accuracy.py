@@ -20,7 +20,7 @@ from support.engine_pair import DEVICE, DRAFTER, TARGET, opened
 from support.rounding_error import hold_as_near
 
 from thor_dflash.builders import build as builder
-from thor_dflash.config.tree import BuildConfig
+from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.model_runner import ModelRunner

@@ -13,7 +13,7 @@ import pytest
 from stand_ins.fake_driver import FACTS, MEMORY, Fake, fake
 from support.planner_nano import package, request
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest

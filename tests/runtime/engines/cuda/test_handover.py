@@ -14,7 +14,7 @@ import pytest
 from stand_ins.fake_driver import MS, Fake, fake
 from support.planner_nano import package, request
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver

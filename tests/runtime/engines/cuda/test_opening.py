@@ -13,7 +13,7 @@ import pytest
 from stand_ins.fake_driver import OK, Fake, fake
 from support.planner_nano import package
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver

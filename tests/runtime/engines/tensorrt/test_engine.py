@@ -17,7 +17,7 @@ from stand_ins.fake_driver import MEMORY, Fake, fake
 from support.planner_nano import package, request
 from support.trt_packages import made_of, planned, write
 
-from thor_dflash.config.tree import EngineConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest as package_manifest

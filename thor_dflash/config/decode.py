@@ -1,0 +1,104 @@
+"""The configuration section of one answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from thor_dflash.config.bounds import LARGEST, Count, Fraction, Positive
+from thor_dflash.core.errors import ConfigError
+
+Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """How long an answer may think."""
+
+    tokens: Annotated[int, Meta(ge=-1, le=LARGEST)] = -1
+    """Thinking tokens before thinking is closed; -1: no budget, unless `effort` names one."""
+    effort: Effort = ""
+    """Thinking budget by name, from the package's model card; `none` means no thinking. `tokens`
+    takes precedence."""
+    close: Literal["hard", "soft"] = "hard"
+    """How thinking is closed; hard: at the budget and not before, soft: also in the last part of
+    the budget, at a row where the target nearly chooses to close it."""
+    reply: Count = 0
+    """Tokens reserved for closing message and reply; 0: the card's, or what `max_tokens` leaves if
+    that is less."""
+    message: str = ""
+    """Message that closes the thinking at the budget; "": the card's. Must hold `</think>` once,
+    followed by at most a blank line if there is a grammar."""
+    ratio: Fraction = 0.5
+    """Soft close: smallest ratio of p(`</think>`) to the largest p at which `</think>` is chosen.
+    Half: only at near ties, where rounding decides and not the model."""
+    soften: Fraction = 0.5
+    """Soft close: fraction of the budget before which no row is soft."""
+
+
+NO_BUDGET = BudgetConfig()
+RELAXED = {"margin": (3, 1.0), "delta": (10, 0.6)}
+"""k and margin of each rule. Source: FlashRT; TensorRT-LLM's example for DeepSeek-R1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxedConfig:
+    """Which drafts relaxed acceptance accepts inside the thinking block."""
+
+    rule: Literal["margin", "delta"] = "margin"
+    """Rule; margin: FlashRT's, by log-probability, delta: TensorRT-LLM's, by probability."""
+    k: Count = 0
+    """Largest rank of a draft among the target's choices, 1 being the best; 0: 3 for margin, 10 for
+    delta."""
+    margin: float = -1.0
+    """Largest distance from the target's best, in nats or probability; -1: 1.0 for margin, 0.6 for
+    delta."""
+
+    def __post_init__(self) -> None:
+        if not (self.margin == -1 or 0 <= self.margin <= LARGEST):
+            raise ConfigError(
+                f"decode.relaxed.margin must be -1, or 0 to {LARGEST} (got {self.margin})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """How much of the context the drafter sees, tokens. 0: all that it was made for."""
+
+    window: Count = 0
+    """Window of its sliding layers; each row of a block has its own window."""
+    full: Count = 0
+    """Window of its full layers."""
+    context: Count = 0
+    """Positions before the block visible to any layer, the same for all rows; FlashRT uses 128."""
+    seed: Count = 0
+    """Positions at the end of the prompt that the drafter is shown."""
+
+
+NO_DRAFT_LIMITS = DraftConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """How one answer of `generate` or `profile` is decoded ([policies](../guide/policies.md))."""
+
+    drafter: Literal["auto", "dflash", "none"] = "auto"
+    """Proposer of drafts; auto: the package's drafter if it has one, none: decode plainly, the same
+    tokens more slowly."""
+    max_tokens: Positive = 1024
+    """Longest answer, thinking included, tokens."""
+    thinking: Literal["on", "off"] = "on"
+    """Whether the model thinks before it answers."""
+    ignore_eos: bool = False
+    """Go on past the stop tokens, up to `max_tokens`, for measurements."""
+    accept: Literal["strict", "relaxed"] = "strict"
+    """Acceptance of drafts; relaxed: accept near misses of the drafter inside the thinking block,
+    which changes it."""
+    gate: Literal["on", "off"] = "off"
+    """Skip the drafter while it does not pay off. Off by default: then it does not depend on the
+    clock which steps are drafted, and a drafter trained for its target pays off."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    relaxed: RelaxedConfig = field(default_factory=RelaxedConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
