@@ -17,7 +17,7 @@ import numpy as np
 from thor_dflash.builders.build import describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors
-from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind
+from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightFormat
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.lowering.packed_weights import CONSTANTS
 from thor_dflash.config.build import BuildConfig
@@ -80,7 +80,7 @@ class SyntheticCheckpoint:
     """TargetDims or DrafterDims."""
     layout: ExpectedTensors
     skipped: tuple[str, ...] = ()
-    kind: WeightKind = WeightKind.NVFP4
+    kind: WeightFormat = WeightFormat.NVFP4
 
     def matrix(self, name: str) -> Matrix:
         """Return a linear's weight."""
@@ -88,7 +88,7 @@ class SyntheticCheckpoint:
         if name.endswith(BF16_LINEARS):
             return Matrix(name, _all(ml_dtypes.bfloat16, (rows, columns)))
         ones = _all(np.float32, (rows,))
-        if self.kind is WeightKind.FP8:
+        if self.kind is WeightFormat.FP8:
             return Matrix(name, _all(ml_dtypes.float8_e4m3fn, (rows, columns)), None, ones)
         scales = _all(ml_dtypes.float8_e4m3fn, (rows, columns // NVFP4_GROUP))
         return Matrix(name, _all(np.uint8, (rows, columns // 2)), scales, ones, 1.0)

@@ -18,26 +18,6 @@ from thor_dflash.core.tensors import Array
 
 MASK_FILE = "mask_embedding.pt"
 
-FOREIGN = {
-    "mask_embedding": "a mask embedding of its own",
-    "lm_head.": "a head of its own",
-    "embed_tokens.": "an embedding of its own",
-    "d2t": "a reduced draft vocabulary",
-    "t2d": "a reduced draft vocabulary",
-    "markov": "the Markov head of DSpark",
-    "confidence_head": "the confidence head of DSpark",
-    "candidate_selector": "the candidate selector of DFlash2",
-    "conv": "the convolutions of DFlash2",
-    "gru": "the GRU of Domino",
-    "lilicorr": "LiLiCorr",
-    "xpress": "XPress",
-    "sink": "attention sinks",
-    "gate.": "a gated projection",
-    "fc_norm": "norms per tap",
-    "tap_norm": "norms per tap",
-}
-"""Part of an unsupported tensor's name -> the feature it belongs to, for error messages."""
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterCheckpoint:
@@ -50,10 +30,6 @@ class DrafterCheckpoint:
 
     def matrix(self, name: str) -> Matrix:
         """Return a linear's weight: "fc", "layers.0.self_attn.q_proj"."""
-        if name not in self.linears:
-            raise CheckpointError(
-                f"{self.directory}: {name} must be a linear layer of it (got no such layer)"
-            )
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
@@ -75,7 +51,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             " (got the file)"
         )
     shards = Shards.open(directory)
-    linears = check(shards, drafter_layout(dims), str, known=FOREIGN)
+    linears = check(shards, drafter_layout(dims), str)
     return DrafterCheckpoint(directory, dims, shards, linears)
 
 

@@ -8,69 +8,19 @@ from __future__ import annotations
 from thor_dflash.builders.checkpoint.attention_config import ROPE, attention_dims
 from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.model_dims import DrafterDims, DraftLayerDims
+from thor_dflash.core.strict_records import as_list
 
 ARCHITECTURE = "DFlashDraftModel"
 SLIDING, FULL = "sliding_attention", "full_attention"
 WIDEST = 2**30
 """Widest window, tokens; a wider one is the same."""
 
-UNDERSTOOD = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "hidden_act",
-        "attention_bias",
-        "layer_types",
-        "use_sliding_window",
-        "sliding_window",
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "max_position_embeddings",
-        "dflash_config",
-    }
-)
-"""Keys that are read at the top level only."""
-
-EITHER = frozenset(
-    {
-        "is_causal",
-        "causal",
-        "num_target_layers",
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-    }
-)
-"""Keys that are read at the top level and in dflash_config."""
-
-PASSED_OVER = frozenset(
-    {
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "tie_word_embeddings",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "max_window_layers",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "quantization_config",
-        "pretraining_tp",
-        "_name_or_path",
-    }
+PASSED_OVER = set(
+    """
+    auto_map dtype torch_dtype transformers_version tie_word_embeddings
+    use_cache initializer_range attention_dropout max_window_layers bos_token_id
+    eos_token_id pad_token_id quantization_config pretraining_tp _name_or_path
+    """.split()
 )
 """Keys that are ignored: training, text generation, and quantisation, which the tensors show."""
 
@@ -89,32 +39,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Features of other drafters, and the values that switch them off (null always does)."""
 
-FEATURES = {
-    "conv_": "the convolutions of DFlash2",
-    "selector_": "the candidate selector of DFlash2",
-    "dflash2": "DFlash2",
-    "markov": "the Markov head of DSpark",
-    "confidence": "the confidence head of DSpark",
-    "num_anchors": "the anchors of DSpark",
-    "dspark": "DSpark",
-    "domino": "Domino",
-    "gru": "the GRU of Domino",
-    "lilicorr": "LiLiCorr",
-    "xpress": "XPress",
-    "draft_vocab": "a reduced draft vocabulary",
-    "speculators": "the speculators packaging",
-    "transformer_layer_config": "the speculators packaging",
-    "swa": "a window outside layer_types",
-}
-"""Part of an unsupported key -> the feature it belongs to, for error messages."""
-
 
 def drafter_dims(root: Fields) -> DrafterDims:
     """Return the sizes in a drafter's config.json."""
     flash = root.section("dflash_config") if root.given("dflash_config") else Fields(root.where, {})
     _check_architecture(root)
-    _check_keys(root, UNDERSTOOD | EITHER)
-    _check_keys(flash, EITHER)
     if root.text("hidden_act") != "silu":
         raise root.wrong("hidden_act", "silu")
     root.expect("attention_bias", False)
@@ -122,7 +51,7 @@ def drafter_dims(root: Fields) -> DrafterDims:
         # Only some implementations of Qwen3 obey this key, so a factor below 1 is ambiguous.
         place.expect("partial_rotary_factor", 1.0, 1)
     block = _either(root, flash, "block_size").integer("block_size", 2)
-    return DrafterDims(
+    dims = DrafterDims(
         vocab=root.integer("vocab_size"),
         hidden=root.integer("hidden_size"),
         intermediate=root.integer("intermediate_size"),
@@ -135,6 +64,9 @@ def drafter_dims(root: Fields) -> DrafterDims:
         target_layers=_target_layers(root, flash),
         max_position=root.integer("max_position_embeddings"),
     )
+    for place in (root, flash):
+        _check_keys(place)
+    return dims
 
 
 def _check_architecture(root: Fields) -> None:
@@ -144,16 +76,11 @@ def _check_architecture(root: Fields) -> None:
         raise root.wrong("model_type", "qwen3")
 
 
-def _check_keys(fields: Fields, understood: frozenset[str]) -> None:
-    """Refuse a key that is neither read nor ignored, unless its value switches its feature off."""
+def _check_keys(fields: Fields) -> None:
+    """Refuse a key that was neither read nor ignored, unless its value switches its feature off."""
     for key in fields.values:
-        if key in understood or key in PASSED_OVER or not fields.given(key):
-            continue
-        if key in NEUTRAL:
-            fields.expect(key, *NEUTRAL[key])
-            continue
-        what = [name for part, name in FEATURES.items() if part in key]
-        raise fields.wrong(key, f"absent, {what[0] if what else 'this key'} is not supported")
+        if key not in fields.read_keys | PASSED_OVER:
+            fields.expect(key, *NEUTRAL.get(key, ()))
 
 
 def _either(root: Fields, flash: Fields, key: str) -> Fields:
@@ -175,9 +102,8 @@ def _head_dim(root: Fields) -> int:
 
 
 def _layers(root: Fields, flash: Fields, block: int) -> tuple[DraftLayerDims, ...]:
-    depth = root.layers()
-    kinds = _kinds(root, depth)
-    window = _window(root, block) if SLIDING in kinds else 0
+    kinds = _kinds(root, root.integer("num_hidden_layers"))
+    window = _window(root, block, SLIDING in kinds)
     causal = _causal(root, flash, kinds)
     return tuple(
         DraftLayerDims(causal=c, window=window if kind == SLIDING else 0)
@@ -196,9 +122,12 @@ def _kinds(root: Fields, depth: int) -> tuple[str, ...]:
     return kinds
 
 
-def _window(root: Fields, block: int) -> int:
+def _window(root: Fields, block: int, slides: bool) -> int:
+    on, _ = root.get("use_sliding_window"), root.get("sliding_window")
+    if not slides:
+        return 0
     # HF's Qwen3Config drops the window unless the flag is true: a window without it is ambiguous.
-    if root.values.get("use_sliding_window") is not True:
+    if on is not True:
         raise root.wrong("use_sliding_window", f"true where layer_types has {SLIDING}")
     # At least a block, so that all slots of a block are in the window, causal or not. Windows are
     # int32; WIDEST is more than any context that fits in memory.
@@ -218,17 +147,14 @@ def _causal(root: Fields, flash: Fields, kinds: tuple[str, ...]) -> tuple[bool, 
     for (place, key), flag in zip(given, flags, strict=True):
         if flag != flags[0]:
             raise place.wrong(key, f"as {given[0][0].where}{given[0][1]} gives")
-    return flags[0]
+    return tuple(flag is True for flag in flags[0])
 
 
-def _flags(place: Fields, key: str, depth: int) -> tuple[bool, ...]:
-    rule = f"true, false or a list of {depth} of them"
-    value = place.values.get(key)
-    if isinstance(value, bool):
-        return (value,) * depth
-    flags = tuple(item for item in place.items(key, rule) if isinstance(item, bool))
-    if len(flags) != depth or len(place.items(key, rule)) != depth:
-        raise place.wrong(key, rule)
+def _flags(place: Fields, key: str, depth: int) -> list[object]:
+    value = place.get(key)
+    flags: list[object] = [value] * depth if isinstance(value, bool) else as_list(value) or []
+    if len(flags) != depth or any(type(flag) is not bool for flag in flags):
+        raise place.wrong(key, f"true, false or a list of {depth} of them")
     return flags
 
 

@@ -38,12 +38,11 @@ def check(
     stored_name: Callable[[str], str],
     *,
     besides: Collection[str] = (),
-    known: Mapping[str, str] | None = None,
 ) -> dict[str, Linear]:
     """Compare the directory with the layout and return where each linear is stored.
 
     `stored_name` turns a name of the layout into the stored one. `besides` are further stored names
-    that are allowed. `known` maps parts of unexpected names to a description, for the error.
+    that are allowed.
     Raises: CheckpointError naming missing, misshapen and extra tensors.
     """
     linears: dict[str, Linear] = {}
@@ -57,9 +56,14 @@ def check(
             problems.append(str(error))
             expected |= {s for s in shards if s.startswith(f"{stored_name(name)}.")}
     problems += _misfits(shards, layout, stored_name)
-    problems += [_extra(name, known or {}) for name in shards if name not in expected]
+    problems += [
+        f"{name} must be absent, no such tensor belongs to this model (got the tensor)"
+        for name in shards
+        if name not in expected
+    ]
     if problems:
-        raise CheckpointError(_summary(shards, problems))
+        more = f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)
+        raise CheckpointError(f"{shards.directory}: {'; '.join(problems[:MOST_NAMED])}{more}")
     return linears
 
 
@@ -72,21 +76,3 @@ def _misfits(
         fits = stored in shards and shards.entry(stored).shape == shape
         if not fits or shards.entry(stored).dtype.name not in PLAIN:
             yield f"{stored} must be {' | '.join(PLAIN)} {list(shape)} (got {found})"
-
-
-def _extra(name: str, known: Mapping[str, str]) -> str:
-    for part, what in known.items():
-        if part in name:
-            return f"{name} must be absent, {what} is not supported (got the tensor)"
-    return f"{name} must be absent, no such tensor belongs to this model (got the tensor)"
-
-
-def _summary(shards: Shards, problems: list[str]) -> str:
-    if len(problems) == 1:
-        return f"{shards.directory}: {problems[0]}"
-    named = "; ".join(problems[:MOST_NAMED])
-    more = f"; and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
-    return (
-        f"{shards.directory} must hold the tensors of its config"
-        f" (got {len(problems)} misfits: {named}{more})"
-    )

@@ -1,4 +1,4 @@
-"""Finds the parts of a linear in every supported format, and refuses other formats by name.
+"""Finds the parts of a linear in every supported format.
 
     NVFP4, modelopt            weight U8         weight_scale F8_E4M3  weight_scale_2 F32
     NVFP4, compressed-tensors  weight_packed U8  weight_scale F8_E4M3  weight_global_scale F32
@@ -18,26 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
-from thor_dflash.builders.checkpoint.safetensors_header import TensorEntry
 from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
 PLAIN = ("bfloat16", "float16", "float32")
-
-FOREIGN = {
-    "weight_scale_inv": "FP8 with 128x128 block scales",
-    "pre_quant_scale": "AWQ (pre_quant_scale)",
-    "qweight": "GPTQ or AWQ",
-    "weight_g_idx": "GPTQ",
-    "weight_zero_point": "asymmetric integers",
-    "weight_shape": "packed integers",
-    "SCB": "bitsandbytes 8-bit integers",
-    "weight.absmax": "bitsandbytes 4-bit",
-    "lora_A.weight": "an unmerged LoRA adapter",
-}
-"""Suffixes of unsupported quantisation formats, and what those are."""
 
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 """Calibrated activation scales, a multiplier and a divisor. Used only for a prefill with TensorRT's
@@ -74,11 +60,6 @@ def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Line
 
     Raises: CheckpointError if a part is missing, misshapen or in an unsupported format.
     """
-    for suffix, what in FOREIGN.items():
-        if f"{stem}.{suffix}" in shards:
-            raise CheckpointError(
-                f"{stem} must be NVFP4, FP8 or not quantised (got {what}: {stem}.{suffix})"
-            )
     passed_over = tuple(
         f"{stem}.{suffix}" for suffix in ACTIVATION_SCALES if f"{stem}.{suffix}" in shards
     )
@@ -95,7 +76,7 @@ def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Line
     if dtype != "float8_e4m3fn":
         return Linear(name, weight, "", "", False, passed_over)
     scale = f"{stem}.weight_scale"
-    _expect_fp8_scale(shards, scale, shape)
+    _expect(shards, scale, PLAIN, [(), (1,), (shape[0],), (shape[0], 1)])
     return Linear(name, weight, "", scale, False, passed_over)
 
 
@@ -114,27 +95,9 @@ def _nvfp4(
         )
     block_scale = f"{codes.rpartition('.')[0]}.weight_scale"
     _expect(shards, codes, ("uint8",), [(rows, columns // 2)])
-    _expect_group(shards.entry(block_scale), block_scale, columns)
     _expect(shards, block_scale, ("float8_e4m3fn",), [(rows, columns // NVFP4_GROUP)])
     _expect(shards, scale, ("float32",), [(), (1,)])
     return Linear(name, codes, block_scale, scale, codes.endswith("_packed"), passed_over)
-
-
-def _expect_group(entry: TensorEntry, name: str, columns: int) -> None:
-    groups = entry.shape[-1] if len(entry.shape) == 2 else 0
-    if groups and columns % groups == 0 and columns // groups != NVFP4_GROUP:
-        raise CheckpointError(
-            f"{name} must have a group size of {NVFP4_GROUP} (got {columns // groups})"
-        )
-
-
-def _expect_fp8_scale(shards: Shards, scale: str, shape: tuple[int, int]) -> None:
-    found = shards.entry(scale).shape
-    if len(found) == 2 and found[1] > 1:
-        raise CheckpointError(
-            f"{scale} must be one scale or one per row (got FP8 with block scales {list(found)})"
-        )
-    _expect(shards, scale, PLAIN, [(), (1,), (shape[0],), (shape[0], 1)])
 
 
 def _expect(

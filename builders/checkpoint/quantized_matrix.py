@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.numpy_math import E2M1, NVFP4_GROUP
 
 
-class WeightKind(Enum):
+class WeightFormat(Enum):
     """How a matrix is stored. Determined by its tensors, never by the config."""
 
     NVFP4 = "nvfp4"
@@ -29,11 +28,11 @@ class WeightKind(Enum):
 
 
 KINDS = {
-    "uint8": WeightKind.NVFP4,
-    "float8_e4m3fn": WeightKind.FP8,
-    "bfloat16": WeightKind.BF16,
-    "float16": WeightKind.F16,
-    "float32": WeightKind.F32,
+    "uint8": WeightFormat.NVFP4,
+    "float8_e4m3fn": WeightFormat.FP8,
+    "bfloat16": WeightFormat.BF16,
+    "float16": WeightFormat.F16,
+    "float32": WeightFormat.F32,
 }
 """Element type of the codes -> kind."""
 
@@ -86,37 +85,6 @@ class Matrix:
     this linear W4A16; for products that quantise their input rows, too."""
 
     @property
-    def kind(self) -> WeightKind:
+    def kind(self) -> WeightFormat:
         """The format of the codes."""
         return KINDS[self.codes.dtype.name]
-
-    @property
-    def rows(self) -> int:
-        """N."""
-        return len(self.codes)
-
-    @property
-    def columns(self) -> int:
-        """K."""
-        return int(self.codes.shape[1]) * (2 if self.kind is WeightKind.NVFP4 else 1)
-
-    def dequantise(self) -> NDArray[np.float32]:
-        """float32 [N, K] = (E2M1 value * block scale) * row scale, rounded in that order."""
-        if self.block_scale is None:
-            values = self.codes.astype(np.float32)
-        else:
-            values = _e2m1(self.codes)
-            groups = values.reshape(self.rows, self.columns // NVFP4_GROUP, NVFP4_GROUP)
-            groups *= self.block_scale.astype(np.float32)[:, :, None]
-        if self.row_scale is not None:
-            values *= self.row_scale[:, None]
-        return values
-
-
-def _e2m1(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Unpack codes uint8 [N, K/2] to float32 [N, K]."""
-    rows, bytes_per_row = codes.shape
-    values = np.empty((rows, 2 * bytes_per_row), np.float32)
-    values[:, 0::2] = E2M1[codes & 15]
-    values[:, 1::2] = E2M1[codes >> 4]
-    return values

@@ -1,23 +1,58 @@
-"""The safetensors files of a directory: every tensor by name, memory-mapped, none loaded."""
+"""The safetensors files of a directory: every tensor by name, memory-mapped, none loaded.
+
+The safetensors library reads and checks the headers. Its numpy interface supports neither BF16 nor
+FP8, so tensors are views of the mapped files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
-from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory, shown
-from thor_dflash.builders.checkpoint.safetensors_header import TensorEntry, read_header
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.tokenizer_files import present
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+TYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Location, type and shape of one stored tensor."""
+
+    file: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    """Byte offset in the file."""
+    end: int
+    """Byte offset after the last byte."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +68,12 @@ class Shards:
     @classmethod
     def open(cls, directory: Path) -> Shards:
         """Read and check every header. Raises CheckpointError naming file and tensor."""
-        check_directory(directory)
         index = directory / INDEX
         stored = _indexed(directory, index) if present(index) else _alone(directory)
-        files = {entry.file for entry in stored.values()}
-        return cls(directory, stored, {file: _mapped(file) for file in sorted(files)})
+        files = sorted({entry.file for entry in stored.values()})
+        return cls(
+            directory, stored, {f: np.memmap(f, np.uint8, "r").view(np.ndarray) for f in files}
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
@@ -62,11 +98,31 @@ class Shards:
         return cast("Array", mapped.view(entry.dtype).reshape(entry.shape))
 
 
-def _mapped(file: Path) -> NDArray[np.uint8]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return every tensor of a file by name. Reads only the header.
+
+    Layout: u64 little-endian length n, n bytes of JSON, then the tensors' bytes without gaps.
+    """
+    if not present(file):
+        raise CheckpointError(f"{file} must be a file (got nothing there)")
     try:
-        return np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be readable (got {error})") from error
+        with safe_open(file, "np") as opened, file.open("rb") as stream:
+            names = opened.offset_keys()
+            slices = [opened.get_slice(name) for name in names]
+            found = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
+            at = 8 + int.from_bytes(stream.read(8), "little")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} must be a safetensors file (got: {error})") from error
+    stored: dict[str, TensorEntry] = {}
+    for name, (dtype, shape) in zip(names, found, strict=True):
+        if dtype not in TYPES:
+            raise CheckpointError(
+                f"{file}: {name} must be of type {', '.join(TYPES)} (got {dtype})"
+            )
+        end = at + TYPES[dtype].itemsize * math.prod(shape)
+        stored[name] = TensorEntry(file, TYPES[dtype], shape, at, end)
+        at = end
+    return stored
 
 
 def _alone(directory: Path) -> dict[str, TensorEntry]:
@@ -74,38 +130,27 @@ def _alone(directory: Path) -> dict[str, TensorEntry]:
     of `model.safetensors` and the files beside it, such as a prediction head.
     """
     files = sorted(directory.glob("*.safetensors"))
-    if len(files) > 1 and directory / SINGLE in files:
-        stored: dict[str, TensorEntry] = {}
-        for file in files:
-            _merge(stored, read_header(file))
-        return stored
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files[:3]) or "no .safetensors file"
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    if len(files) != 1 and directory / SINGLE not in files:
         raise CheckpointError(
             f"{directory} must hold one {SINGLE}, or several shards with {INDEX}"
-            f" (got {found}{more})"
+            f" (got {len(files)} .safetensors files)"
         )
-    return read_header(files[0])
+    return _merged(files)
 
 
 def _indexed(directory: Path, index: Path) -> dict[str, TensorEntry]:
     """Return the tensors that an index names, each from the shard that the index gives."""
     places = _weight_map(index)
-    files = sorted(set(places.values()))
-    if (directory / SINGLE).exists() and SINGLE not in files:
+    if (directory / SINGLE).exists() and SINGLE not in places.values():
         raise CheckpointError(f"{directory} must hold either {SINGLE} or {INDEX} (got both)")
-    stored: dict[str, TensorEntry] = {}
-    for file in files:
-        _merge(stored, _shard(directory / file, index))
-    for name, file in places.items():
-        _check_place(name, file, stored, index)
-    extra = [name for name in stored if name not in places]
-    if extra:
-        raise CheckpointError(
-            f"{index} must name every tensor of its shards (got {_few(extra)} in"
-            f" {stored[extra[0]].file.name}, not in the index)"
-        )
+    stored = _merged([directory / file for file in sorted(set(places.values()))])
+    found = {name: entry.file.name for name, entry in stored.items()}
+    for name in sorted({*found, *places}):
+        if found.get(name) != places.get(name):
+            raise CheckpointError(
+                f"{index}: {name} must be in {places.get(name, 'no shard')}"
+                f" (got {found.get(name, 'nothing')})"
+            )
     return stored
 
 
@@ -116,31 +161,15 @@ def _weight_map(index: Path) -> dict[str, str]:
         # A shard must be beside its index: a path could name any file on the machine.
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise section.wrong(name, "the name of a .safetensors file beside the index")
-    if not section.values:
-        raise CheckpointError(f"{index}: weight_map must name tensors (got none)")
     return cast("dict[str, str]", dict(section.values))
 
 
-def _shard(file: Path, index: Path) -> dict[str, TensorEntry]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} must be there, {index.name} names it (got nothing)")
-    return read_header(file)
-
-
-def _merge(stored: dict[str, TensorEntry], more: Mapping[str, TensorEntry]) -> None:
-    for name, entry in more.items():
-        if name in stored:
-            files = f"{stored[name].file.name} and {entry.file.name}"
-            raise CheckpointError(f"{entry.file}: {name} must be in one shard (got {files})")
-        stored[name] = entry
-
-
-def _check_place(name: str, file: str, stored: Mapping[str, TensorEntry], index: Path) -> None:
-    found = stored[name].file.name if name in stored else None
-    if found != file:
-        raise CheckpointError(f"{index}: {name} must be in {file} (got {shown(found)})")
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = list(names)
-    return listed[0] if len(listed) == 1 else f"{listed[0]} and {len(listed) - 1} more"
+def _merged(files: list[Path]) -> dict[str, TensorEntry]:
+    stored: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in stored:
+                both = f"{stored[name].file.name} and {file.name}"
+                raise CheckpointError(f"{file}: {name} must be in one shard (got {both})")
+            stored[name] = entry
+    return stored

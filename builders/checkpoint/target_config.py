@@ -60,7 +60,7 @@ def _layers(text: Fields) -> tuple[LayerKind, ...]:
 
 
 def _listed(text: Fields) -> tuple[LayerKind, ...]:
-    depth = text.layers()
+    depth = text.integer("num_hidden_layers")
     if text.given("layer_types"):
         words = text.words("layer_types", KINDS)
         if len(words) != depth:

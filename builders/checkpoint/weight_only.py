@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from thor_dflash.builders.checkpoint.json_fields import Fields, shown
-from thor_dflash.core.errors import CheckpointError
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.package.tokenizer_files import present
 
@@ -34,8 +33,6 @@ Table = Mapping[str, object]
 def weight_only(directory: Path, config: Fields, stems: Mapping[str, str]) -> set[str]:
     """Return those of the linears `stems` (name as in Matrix -> stored name without `.weight`) that
     a JSON file declares W4A16.
-
-    Raises: CheckpointError for a target that is no regular expression but should be one.
     """
     others = {name: [start + name for start in BEGINNINGS] for name in stems}
     stored = {name: [stem] for name, stem in stems.items()}
@@ -83,16 +80,9 @@ def _targets(group: Table) -> list[str]:
 def _names(group: Table, spellings: Sequence[str]) -> bool:
     return any(
         target in spellings
-        or (target.startswith(PATTERN) and any(map(_pattern(target).match, spellings)))
+        or (
+            target.startswith(PATTERN)
+            and any(re.match(target.removeprefix(PATTERN), name) for name in spellings)
+        )
         for target in _targets(group)
     )
-
-
-def _pattern(target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix(PATTERN))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"a target of quantization_config.config_groups must be a regular expression after "
-            f"{PATTERN} (got {shown(target)}: {error})"
-        ) from error

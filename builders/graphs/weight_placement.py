@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
-from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightKind, finite
+from thor_dflash.builders.checkpoint.protocols import Weights
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat, finite
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
 from thor_dflash.builders.output.weight_files import StoredTensor, WeightFiles
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import WEIGHTS
 
 EMBEDDING = "embed_tokens.weight"
-
-
-class Checkpoint(Protocol):
-    """The interface of a checkpoint, target or drafter, that graphs need."""
-
-    def matrix(self, name: str) -> Matrix:
-        """Return a linear's weight."""
-        ...
-
-    def tensor(self, name: str) -> Array:
-        """Return any other tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +39,7 @@ class PlacedLinear:
 class WeightPlacement:
     """Places a checkpoint's tensors in weight files, each once, however many graphs use it."""
 
-    checkpoint: Checkpoint
+    checkpoint: Weights
     files: WeightFiles
     prefix: str = ""
     """Prefix of every name in the package, so that names of target and drafter do not collide."""
@@ -59,10 +47,12 @@ class WeightPlacement:
     """Stored weight -> Matrix.input_scale, if it has one."""
     _packed: dict[str, PlacedLinear] = field(default_factory=dict[str, PlacedLinear])
     _plain: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
-    _classes: Counter[tuple[str, WeightKind]] = field(
-        default_factory=Counter[tuple[str, WeightKind]]
+    _classes: Counter[tuple[str, WeightFormat]] = field(
+        default_factory=Counter[tuple[str, WeightFormat]]
     )
-    _bytes: Counter[tuple[str, WeightKind]] = field(default_factory=Counter[tuple[str, WeightKind]])
+    _bytes: Counter[tuple[str, WeightFormat]] = field(
+        default_factory=Counter[tuple[str, WeightFormat]]
+    )
 
     def packed(self, name: str, rows: Array | None = None, part: str = "") -> PlacedLinear:
         """Return a linear's weight, or the given rows of it as `<name>.<part>`."""

@@ -11,7 +11,7 @@ import pytest
 
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
-from thor_dflash.builders.checkpoint.quantized_matrix import WeightKind
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.synthetic import QWEN36_27B, QWEN36_27B_DFLASH, SyntheticCheckpoint
 from thor_dflash.config.build import BuildConfig
@@ -48,11 +48,11 @@ def changed(dims: Any, **change: Any) -> Any:
 
 def refusal(directory: Path, config: BuildConfig, target: Any = TARGET, drafter: Any = None) -> str:
     """Why there is no such build; "" if there is one."""
-    made = SyntheticCheckpoint(directory, target, target_layout(target), kind=WeightKind.FP8)
+    made = SyntheticCheckpoint(directory, target, target_layout(target), kind=WeightFormat.FP8)
     other = None
     if drafter:
         other = SyntheticCheckpoint(
-            directory, drafter, drafter_layout(drafter), kind=WeightKind.FP8
+            directory, drafter, drafter_layout(drafter), kind=WeightFormat.FP8
         )
     try:
         make_plan(made, other, config)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
+import safetensors
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -26,6 +27,7 @@ _NAMES = ("F32", "F16", "BF16", "F8_E4M3", "U8", "I8", "I32")
 _TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "u1", "i1", "i4")
 DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in zip(_NAMES, _TYPES, strict=True)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ABSENT = object()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 KEYS = """
@@ -334,8 +336,23 @@ def read_config(directory: Path) -> dict[str, Any]:
     return dict(json.loads((directory / "config.json").read_text()))
 
 
+def edit(directory: Path, *changes: tuple[str, object]) -> Path:
+    """Sets values of dotted keys of config.json; removes those whose value is ABSENT."""
+    config = read_config(directory)
+    for key, value in changes:
+        *path, last = key.split(".")
+        inner: dict[str, Any] = config
+        for part in path:
+            inner = inner[part]
+        inner[last] = value
+        if value is ABSENT:
+            del inner[last]
+    write_config(directory, config)
+    return directory
+
+
 def write_safetensors(file: Path, tensors: Mapping[str, Array]) -> None:
-    """Writes one safetensors file, ml_dtypes' types included."""
+    """Writes one safetensors file, ml_dtypes' types included, in the order of `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, t in tensors.items():
@@ -344,23 +361,24 @@ def write_safetensors(file: Path, tensors: Mapping[str, Array]) -> None:
         at += t.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for t in tensors.values():
-            stream.write(np.ascontiguousarray(t).tobytes())
+    parts = [np.ascontiguousarray(t).tobytes() for t in tensors.values()]
+    file.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
 
 
 def read_safetensors(file: Path) -> dict[str, Array]:
     """Reads one safetensors file whole."""
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    out: dict[str, Array] = {}
-    for name, entry in json.loads(data[8 : 8 + length]).items():
-        if name != "__metadata__":
-            begin, end = (8 + length + at for at in entry["data_offsets"])
-            flat = np.frombuffer(data[begin:end], DTYPES[entry["dtype"]])
-            out[name] = flat.reshape(entry["shape"])
-    return out
+    return {
+        name: np.frombuffer(entry["data"], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, Array]], object]) -> None:
+    """Rewrites `model.safetensors` after `change` has edited its tensors."""
+    file = directory / "model.safetensors"
+    tensors = read_safetensors(file)
+    change(tensors)
+    write_safetensors(file, tensors)
 
 
 def dequantised(directory: Path) -> dict[str, Floats]:

@@ -12,36 +12,14 @@ from thor_dflash.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("wrong", "got"),
-    [
-        (f"[1, 1{30 * '0'}]", f"1{30 * '0'}, of 2 ids"),
-        ("[-1, 2]", "-1, of 2 ids"),
-        ("[0, 512]", "512, of 2 ids"),
-        ("[1, 2, 2]", "2 after 2, of 3 ids"),
-        ("[0, 3, 2]", "2 after 3, of 3 ids"),
-    ],
-)
-def test_ids_out_of_range_or_not_ascending_are_refused(
-    tmp_path: Path, wrong: str, got: str
-) -> None:
-    (tmp_path / "ids.json").write_text(wrong)
-    message = rf"draft_ids must be ascending ids from 0 to 511 \(got {got}\)"
-    with pytest.raises(ConfigError, match=message):
-        read_draft_ids(tmp_path / "ids.json", 512)
-
-
-@pytest.mark.parametrize("wrong", [b"[" * 200_000, b"\xff[1]", b"{}", b"[]", b"[true]", b"[1.0]"])
-def test_what_is_no_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None:
+    "wrong",
+    [b"[1, 1" + 30 * b"0" + b"]", b"[-1, 2]", b"[0, 512]", b"[1, 2, 2]", b"[0, 3, 2]",
+     b"\xff[1]", b"{}", b"[]", b"[true]", b"[1.0]"],
+)  # fmt: skip
+def test_what_is_no_ascending_list_of_ids_is_refused(tmp_path: Path, wrong: bytes) -> None:
     (tmp_path / "ids.json").write_bytes(wrong)
-    with pytest.raises(ConfigError, match=r"build\.draft_ids must be a JSON list of ids \(got "):
+    with pytest.raises(ConfigError, match=r"^build\.draft_ids must be "):
         read_draft_ids(tmp_path / "ids.json", 512)
-
-
-def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
-    message = r"must be a JSON list of ids \(got /dev/zero: more than 1000 bytes\)"
-    with pytest.raises(ConfigError, match=message):
-        read_draft_ids(Path("/dev/zero"), 512)
 
 
 def test_the_first_id_and_the_last_may_be_listed(tmp_path: Path) -> None:

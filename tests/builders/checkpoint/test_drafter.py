@@ -11,22 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import (
+    ABSENT,
     DIALECTS,
     GEOMETRIES,
     Dialect,
     DrafterGeometry,
     TargetGeometry,
+    change_tensors,
     dequantised,
+    edit,
     read_config,
-    read_safetensors,
     write_config,
     write_drafter,
-    write_safetensors,
     write_target,
 )
+from support.matrix_values import values_of
 
 from thor_dflash.builders.checkpoint.drafter import (
-    DrafterCheckpoint,
     check_pair,
     drafter_layout,
     read_drafter,
@@ -37,30 +38,19 @@ from thor_dflash.core.model_dims import AttentionDims, DrafterDims, DraftLayerDi
 
 TARGET = TargetGeometry()
 DRAFTER = DrafterGeometry()
-ABSENT = object()
 CAUSAL = DraftLayerDims(causal=True, window=32)
 OPEN = DraftLayerDims(causal=False, window=0)
 
 
 def write(directory: Path, *changes: tuple[str, object]) -> Path:
     """Writes a drafter whose config has these dotted keys replaced, or removed if ABSENT."""
-    write_drafter(directory, TARGET, DRAFTER, 0)
-    config = read_config(directory)
-    for key, value in changes:
-        *path, last = key.split(".")
-        inner: dict[str, Any] = config
-        for part in path:
-            inner = inner[part]
-        inner[last] = value
-        if value is ABSENT:
-            del inner[last]
-    write_config(directory, config)
-    return directory
+    return edit(write_drafter(directory, TARGET, DRAFTER, 0), *changes)
 
 
-def refused(directory: Path, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as caught:
+def refused(directory: Path, part: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
         read_drafter(directory)
+    assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -71,8 +61,9 @@ def test_every_weight_comes_back(dialect: Dialect, tmp_path: Path) -> None:
     layout = drafter_layout(checkpoint.dims)
     for name, shape in layout.matrices.items():
         matrix = checkpoint.matrix(name)
-        assert (matrix.name, matrix.rows, matrix.columns) == (name, *shape)
-        np.testing.assert_array_equal(matrix.dequantise(), expected.pop(f"{name}.weight"))
+        values = values_of(matrix)
+        assert (matrix.name, values.shape) == (name, shape)
+        np.testing.assert_array_equal(values, expected.pop(f"{name}.weight"))
     for name in layout.tensors:
         values = checkpoint.tensor(name).astype(np.float32)
         np.testing.assert_array_equal(values, expected.pop(name))
@@ -187,151 +178,98 @@ REQUIRED = (
 
 
 @pytest.mark.parametrize("key", REQUIRED.split(" "))
-@pytest.mark.parametrize("value", [ABSENT, [], "x"])
-def test_a_key_that_is_missing_or_of_another_type_is_named(
-    key: str, value: object, tmp_path: Path
-) -> None:
-    refused(write(tmp_path, (key, value)), rf"config\.json: {key} must be .* \(got ")
+def test_a_key_that_is_missing_or_of_another_type_is_named(key: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    for value in ([], "x", ABSENT):
+        refused(edit(tmp_path, (key, value)), f"config.json: {key} must be ")
 
 
-REFUSED: list[tuple[str, object, str]] = [
-    ("architectures", ["DFlash2DraftModel"], r"architectures must be a list of DFlashDraftModel"),
-    ("architectures", ["Qwen3DSparkModel"], r"architectures must be .*\(got \['Qwen3DSparkModel'"),
-    ("model_type", "llama", r"model_type must be qwen3 \(got 'llama'\)"),
-    ("hidden_act", "gelu", r"hidden_act must be silu \(got 'gelu'\)"),
-    ("attention_bias", True, r"attention_bias must be absent or false \(got True\)"),
-    ("mlp_bias", True, r"mlp_bias must be absent or false"),
-    ("dflash_config.conv_kernel_size", 2, r"conv_kernel_size must be absent, .* DFlash2 is not"),
-    ("dflash_config.selector_rank", 256, r"selector_rank must be absent, .* DFlash2 is not sup"),
-    ("dflash2_config", {}, r"dflash2_config must be absent, DFlash2 is not supported"),
-    ("sample_from_anchor", True, r"sample_from_anchor must be absent or false \(got True\)"),
-    ("dflash_config.sample_from_anchor", True, r"dflash_config\.sample_from_anchor must be absent"),
-    ("markov_rank", 256, r"markov_rank must be absent, the Markov head of DSpark is not supported"),
-    ("enable_confidence_head", True, r"the confidence head of DSpark is not supported"),
-    ("num_anchors", 512, r"num_anchors must be absent, the anchors of DSpark"),
-    ("dspark_config", {}, r"dspark_config must be absent, DSpark is not supported"),
-    ("domino_rank", 64, r"domino_rank must be absent, Domino is not supported"),
-    ("dflash_config.lilicorr_candidate_topk", 16, r"lilicorr_candidate_topk .* LiLiCorr is not"),
-    ("lilicorr_enabled", True, r"lilicorr_enabled must be absent or false"),
-    ("xpress_num_passes", 6, r"xpress_num_passes must be absent, XPress is not supported"),
-    ("attention_sink_bias", True, r"attention_sink_bias must be absent or false"),
-    ("attention_value_scale", 0.7, r"attention_value_scale must be absent or 1\.0"),
-    ("input_embedding_scale", 8, r"input_embedding_scale must be absent or 1\.0 or 1 \(got 8\)"),
-    ("output_multiplier", 0.5, r"output_multiplier must be absent or 1\.0"),
-    ("final_logit_softcapping", 30.0, r"final_logit_softcapping must be absent \(got 30\.0\)"),
-    ("is_neox_style", False, r"is_neox_style must be absent or true \(got False\)"),
-    ("has_own_lm_head", True, r"has_own_lm_head must be absent or false"),
-    ("draft_vocab_size", 64, r"draft_vocab_size must be absent, a reduced draft vocabulary"),
-    ("speculators_model_type", "dflash", r"the speculators packaging is not supported"),
-    ("dflash_config.use_swa", True, r"use_swa must be absent, a window outside layer_types"),
-    ("dflash_config.novel", 1, r"dflash_config\.novel must be absent, this key is not supported"),
-    ("novel", 1, r"json: novel must be absent, this key is not supported \(got 1\)"),
-    ("dflash_config.sliding_window", 32, r"dflash_config\.sliding_window must be absent, this key"),
-    ("dflash_config.rope_theta", 1e6, r"dflash_config\.rope_theta must be absent, this key is not"),
-    ("dflash_config.layer_types", ["full_attention"], r"dflash_config\.layer_types must be absent"),
-    ("dflash_config", 3, r"dflash_config must be an object \(got 3\)"),
-    ("partial_rotary_factor", 0.5, r"partial_rotary_factor must be absent or 1\.0"),
-    (
-        "rope_parameters",
-        {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        r"rope_parameters\.partial_rotary_factor must be absent or 1\.0 or 1 \(got 0\.25\)",
-    ),
-    ("rope_scaling", {"partial_rotary_factor": 0.5}, r"rope_scaling\.partial_rotary_factor must"),
-    ("rope_parameters", {"full_attention": {"rope_type": "yarn"}}, r"must be one rope for all"),
-    ("rope_scaling", {"rope_type": "yarn"}, r"rope_scaling\.rope_type must be .*\(got 'yarn'\)"),
-    ("block_size", 8, r"block_size must be 16 as in dflash_config \(got 8\)"),
-    ("dflash_config.block_size", 1, r"block_size must be an integer of at least 2 \(got 1\)"),
-    ("dflash_config.block_size", ABSENT, r"block_size must be an integer of at least 2 \(got noth"),
-    ("dflash_config.mask_token_id", ABSENT, r"mask_token_id must be an integer of at least 0"),
-    ("dflash_config.mask_token_id", -1, r"mask_token_id must be an integer of at least 0 \(got -1"),
-    ("dflash_config.target_layer_ids", ABSENT, r"target_layer_ids must be a list of integers"),
-    ("dflash_config.target_layer_ids", [], r"target_layer_ids must be one or more different"),
-    ("dflash_config.target_layer_ids", [1, 1], r"target_layer_ids must be one or more different"),
-    ("dflash_config.target_layer_ids", [-1, 2], r"target_layer_ids must be a list of integers of"),
-    ("num_hidden_layers", 10**9, r"layers must be an integer of at most 1024 \(got 1000"),
-    ("layer_types", ["full_attention"], r"num_hidden_layers must be 1, one per entry"),
-    ("layer_types", ["chunked"] * 2, r"layer_types must be a list of sliding_attention \| full"),
-    ("layer_types", ABSENT, r"layer_types must be given where use_sliding_window is true"),
-    ("use_sliding_window", False, r"use_sliding_window must be true where layer_types has slid"),
-    ("use_sliding_window", ABSENT, r"use_sliding_window must be true where layer_types has slid"),
-    ("sliding_window", None, r"sliding_window must be an integer of at least 16 \(got nothing\)"),
-    ("sliding_window", 15, r"sliding_window must be an integer of at least 16 \(got 15\)"),
-    ("is_causal", "yes", r"is_causal must be true, false or a list of 2 of them \(got 'yes'\)"),
-    ("is_causal", [True], r"is_causal must be true, false or a list of 2 of them"),
-    ("is_causal", [True, 0, False], r"is_causal must be true, false or a list of 2 of them"),
-    ("is_causal", [True, 0], r"is_causal must be true, false or a list of 2 of them"),
-    ("num_key_value_heads", 3, r"num_attention_heads must be a multiple of 3"),
-    ("num_target_layers", 0, r"num_target_layers must be an integer of at least 1"),
+F = "dflash_config."
+FOREIGN: dict[str, object] = {
+    # keys of other drafters, and of DFlash where it would not be read
+    "mlp_bias": True, "sample_from_anchor": True, f"{F}sample_from_anchor": True,
+    "lilicorr_enabled": True, "attention_sink_bias": True, "attention_value_scale": 0.7,
+    "input_embedding_scale": 8, "output_multiplier": 0.5, "final_logit_softcapping": 30.0,
+    "is_neox_style": False, "has_own_lm_head": True, f"{F}conv_kernel_size": 2,
+    "dflash2_config": {}, "markov_rank": 256, "domino_rank": 64, "xpress_num_passes": 6,
+    "draft_vocab_size": 64, "speculators_model_type": "dflash", f"{F}use_swa": True, "novel": 1,
+    f"{F}novel": 1, f"{F}sliding_window": 32, f"{F}rope_theta": 1e6,
+    f"{F}layer_types": ["full_attention"],
+}  # fmt: skip
+REFUSED: list[tuple[str, object]] = [
+    *FOREIGN.items(),
+    ("architectures", ["DFlash2DraftModel"]),
+    ("model_type", "llama"),
+    ("hidden_act", "gelu"),
+    ("attention_bias", True),
+    ("dflash_config", 3),
+    ("partial_rotary_factor", 0.5),
+    ("rope_parameters", {"full_attention": {"rope_type": "yarn"}}),
+    ("block_size", 8),
+    (f"{F}mask_token_id", -1),
+    *((f"{F}target_layer_ids", taps) for taps in ([], [1, 1], [-1, 2])),
+    ("layer_types", ["chunked"] * 2),
+    ("layer_types", ABSENT),
+    ("use_sliding_window", False),
+    ("use_sliding_window", ABSENT),
+    ("sliding_window", None),
+    ("sliding_window", 15),
+    *(("is_causal", value) for value in ("yes", [True], [True, 0, False], [True, 0])),
+    ("num_target_layers", 0),
 ]
+OTHER: list[tuple[str, object, str]] = [
+    # the error names another key than the one that was changed
+    ("rope_parameters", {"rope_theta": 1e7, "partial_rotary_factor": 0.25}, "partial_rotary_fac"),
+    ("rope_scaling", {"partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor must"),
+    ("rope_scaling", {"rope_type": "yarn"}, "rope_scaling.rope_type must be "),
+    (f"{F}block_size", 1, "block_size must be "),
+    *((f"{F}{key}", ABSENT, f"{key} must be ")
+      for key in ("block_size", "mask_token_id", "target_layer_ids")),
+    ("layer_types", ["full_attention"], "num_hidden_layers must be "),
+    ("num_key_value_heads", 3, "num_attention_heads must be "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("key", "value", "part"), [*((k, v, f"json: {k} must be ") for k, v in REFUSED), *OTHER]
+)
 def test_a_drafter_that_is_not_understood_is_refused_by_name(
-    key: str, value: object, message: str, tmp_path: Path
+    key: str, value: object, part: str, tmp_path: Path
 ) -> None:
-    refused(write(tmp_path, (key, value)), message)
+    refused(write(tmp_path, (key, value)), part)
 
 
 def test_two_answers_about_causality_must_agree(tmp_path: Path) -> None:
     directory = write(tmp_path, ("is_causal", False), ("dflash_config.causal", True))
-    refused(directory, r"dflash_config\.causal must be as .*is_causal gives \(got True\)")
+    refused(directory, "dflash_config.causal must be as ")
 
 
 def test_heads_that_do_not_divide_the_hidden_size_need_a_head_size(tmp_path: Path) -> None:
     directory = write(tmp_path, ("head_dim", ABSENT), ("num_attention_heads", 6))
-    refused(directory, r"head_dim must be given where 6 heads do not divide 64")
+    refused(directory, "head_dim must be given")
 
 
 def test_a_mask_embedding_file_is_refused(tmp_path: Path) -> None:
     (write(tmp_path) / "mask_embedding.pt").write_bytes(b"")
-    refused(tmp_path, r"mask_embedding\.pt must be absent, a mask embedding of its own")
+    refused(tmp_path, "mask_embedding.pt must be absent")
 
 
-FOREIGN = [
-    ("mask_embedding", "a mask embedding of its own"),
-    ("lm_head.weight", "a head of its own"),
-    ("embed_tokens.weight", "an embedding of its own"),
-    ("d2t", "a reduced draft vocabulary"),
-    ("t2d", "a reduced draft vocabulary"),
-    ("markov_w1.weight", "the Markov head of DSpark"),
-    ("confidence_head.proj.weight", "the confidence head of DSpark"),
-    ("candidate_selector.predecessor_codebook", "the candidate selector of DFlash2"),
-    ("layers.0.attn_conv.base", "the convolutions of DFlash2"),
-    ("domino.gru.weight_hh", "the GRU of Domino"),
-    ("lilicorr.nodes.weight", "LiLiCorr"),
-    ("xpress.proj.weight", "XPress"),
-    ("layers.0.self_attn.gate.weight", "a gated projection"),
-    ("fc_norm.0.weight", "norms per tap"),
-    ("tap_norm.0.weight", "norms per tap"),
-    ("layers.0.self_attn.sinks", "attention sinks"),
-    ("layers.0.self_attn.q_proj.bias", "no such tensor belongs to this model"),
-    ("layers.2.mlp.up_proj.weight", "no such tensor belongs to this model"),
-]
-
-
-@pytest.mark.parametrize(("name", "what"), FOREIGN)
-def test_a_tensor_of_another_drafter_is_refused_by_name(
-    name: str, what: str, tmp_path: Path
-) -> None:
-    file = write(tmp_path) / "model.safetensors"
-    write_safetensors(file, {**read_safetensors(file), name: np.ones(1, np.float32)})
-    refused(tmp_path, rf"{name} must be absent, {what}")
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "d2t", "layers.0.attn_conv.base", "layers.2.mlp.up_proj.weight"]
+)
+def test_a_tensor_of_another_drafter_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    change_tensors(write(tmp_path), lambda t: t.update({name: np.ones(1, np.float32)}))
+    refused(tmp_path, f"{name} must be absent")
 
 
 def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
-    file = write(tmp_path) / "model.safetensors"
-    tensors = read_safetensors(file)
-    del tensors["hidden_norm.weight"]
-    tensors["fc.weight"] = tensors["fc.weight"][:, :64]
-    write_safetensors(file, tensors)
-    refused(tmp_path, r"2 misfits: model\.safetensors: fc\.weight must be .* \[64, 192\]")
-    refused(tmp_path, r"hidden_norm\.weight must be .* \[64\] \(got nothing\)")
+    def change(tensors: dict[str, Any]) -> None:
+        del tensors["hidden_norm.weight"]
+        tensors["fc.weight"] = tensors["fc.weight"][:, :64]
 
-
-def test_a_name_that_is_no_linear_is_named(tmp_path: Path) -> None:
-    checkpoint = read_drafter(write(tmp_path))
-    with pytest.raises(CheckpointError, match=r"lm_head must be a linear layer of it"):
-        checkpoint.matrix("lm_head")
+    change_tensors(write(tmp_path), change)
+    refused(tmp_path, "fc.weight must be ")
+    refused(tmp_path, "hidden_norm.weight must be ")
 
 
 def test_a_drafter_of_a_target_fits_it(tmp_path: Path) -> None:
@@ -341,24 +279,19 @@ def test_a_drafter_of_a_target_fits_it(tmp_path: Path) -> None:
         check_pair(target, drafter)
 
 
-PAIRS = [
-    ({"hidden": 80}, r"drafter's hidden_size must be 64, the target's \(got 80\)"),
-    ({"vocab": 255}, r"drafter's vocab_size must be 256, the target's \(got 255\)"),
-    ({"target_layers": 3}, r"drafter's num_target_layers must be 4, .* \(got 3\)"),
-    ({"target_layers": 5}, r"drafter's num_target_layers must be 4, .* \(got 5\)"),
-    ({"taps": (1, 4)}, r"target_layer_ids must be layers of the target, 0 to 3 \(got \[1, 4\]\)"),
-    ({"mask_token": 256}, r"mask_token_id must be a row of the .* embedding, 0 to 255 \(got 256\)"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), PAIRS)
+@pytest.mark.parametrize(
+    ("field", "value", "key"),
+    [("hidden", 80, "hidden_size"), ("vocab", 255, "vocab_size"),
+     ("target_layers", 3, "num_target_layers"), ("target_layers", 5, "num_target_layers"),
+     ("taps", (1, 4), "target_layer_ids"), ("mask_token", 256, "mask_token_id")],
+)  # fmt: skip
 def test_a_drafter_of_another_target_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
+    field: str, value: Any, key: str, tmp_path: Path
 ) -> None:
     target = read_target(write_target(tmp_path / "t", TARGET, 0)).dims
-    drafter: DrafterCheckpoint = read_drafter(write(tmp_path / "d"))
-    with pytest.raises(CheckpointError, match=message):
-        check_pair(target, replace(drafter.dims, **change))
+    drafter = read_drafter(write(tmp_path / "d")).dims
+    with pytest.raises(CheckpointError, match=f"drafter's {key} must be "):
+        check_pair(target, replace(drafter, **{field: value}))
 
 
 def test_the_last_layer_and_the_last_token_fit(tmp_path: Path) -> None:
