@@ -6,7 +6,7 @@ They need pyzmq and msgspec, nothing else.
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.async_client import AsyncPlanner
 from thor_dflash.serving.client.client import RemotePlanner
-from thor_dflash.serving.client.retry import Options
+from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result, Validate
 
 Ask = PlanRequest

@@ -20,8 +20,18 @@ from msgspec import structs
 from zmq.utils.monitor import recv_monitor_message
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import retry
-from thor_dflash.serving.client.retry import Options, Reply, Tries
+from thor_dflash.serving.client.connection import (
+    MONITORED,
+    REFUSED,
+    client_closed,
+    connect,
+    next_state,
+    prepare,
+    reconnect,
+    unreachable,
+)
+from thor_dflash.serving.client.options import Options
+from thor_dflash.serving.client.retry import CANCEL_MS, Attempts, Reply
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result
 
@@ -36,15 +46,15 @@ class _Connection:
     ) -> None:
         self._endpoint = endpoint
         self._socket = context.socket(kind)
-        retry.prepare(self._socket, options)
+        prepare(self._socket, options)
         if kind == zmq.REQ:
             self._socket.setsockopt(zmq.REQ_RELAXED, 1)
             self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
-        self._monitor = self._socket.get_monitor_socket(retry.WATCHED)
+        self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._seen = 0
         self._lost = False
         """Whether the connection was lost since the last message to the server."""
-        retry.connect(self._socket, endpoint)
+        connect(self._socket, endpoint)
 
     def send(self, body: bytes, until: float) -> None:
         """Send as soon as there is a connection.
@@ -54,9 +64,9 @@ class _Connection:
         """
         self._drain()
         self._lost = False
-        if self._seen & retry.REFUSED:
+        if self._seen & REFUSED:
             self._seen = 0
-            retry.reconnect(self._socket, self._endpoint)
+            reconnect(self._socket, self._endpoint)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self._monitor, zmq.POLLIN)
@@ -68,10 +78,10 @@ class _Connection:
                     self._socket.send(body, zmq.NOBLOCK)
                     return
             self._drain()
-            if self._seen & retry.REFUSED or time.monotonic() >= until:
-                raise retry.unreachable(self._endpoint, self._seen)
+            if self._seen & REFUSED or time.monotonic() >= until:
+                raise unreachable(self._endpoint, self._seen)
 
-    def receive(self, tries: Tries) -> bytes:
+    def receive(self, attempts: Attempts) -> bytes:
         """Return the next body.
 
         Raises:
@@ -80,7 +90,7 @@ class _Connection:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while self._lost or poller.poll(_ms(tries.until)):
+        while self._lost or poller.poll(_ms(attempts.until)):
             # Before reading: once the loss is reported, all that arrived before it can be read.
             self._drain()
             # The message may be a late answer to an earlier request; the socket then drops it.
@@ -89,13 +99,13 @@ class _Connection:
             if self._lost:
                 break
         seen = zmq.EVENT_DISCONNECTED if self._lost else self._seen
-        raise tries.late(self._endpoint, seen)
+        raise attempts.timeout_error(self._endpoint, seen)
 
     def _drain(self) -> None:
         """Read the pending connection events."""
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
-            self._seen = retry.after(self._seen, event)
+            self._seen = next_state(self._seen, event)
             self._lost = self._lost or self._seen == zmq.EVENT_DISCONNECTED
 
     def close(self, linger_ms: int = 0) -> None:
@@ -108,10 +118,10 @@ class _Connection:
             self._socket.close(linger_ms)
 
 
-def _farewell(line: _Connection, cancel: bytes) -> None:
+def _send_cancel(connection: _Connection, cancel: bytes) -> None:
     # If this fails, the connection is gone, and the server cancels the plan for that reason.
     with suppress(PlanError):
-        line.send(cancel, time.monotonic())
+        connection.send(cancel, time.monotonic())
 
 
 def _ms(until: float) -> int:
@@ -132,14 +142,14 @@ class RemotePlanner:
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._line = _Connection(self._context, zmq.REQ, endpoint, self.options)
+            self._control = _Connection(self._context, zmq.REQ, endpoint, self.options)
         except BaseException:
             # The caller cannot do it, and garbage collection of an open context waits for its
             # sockets for ever.
             self._context.destroy(linger=0)
             raise
         self._streams: set[_Connection] = set()
-        """The lines of unfinished streams."""
+        """The connections of unfinished streams."""
 
     def __enter__(self) -> Self:
         return self
@@ -154,27 +164,27 @@ class RemotePlanner:
 
     # --- plans
 
-    def plan(self, ask: messages.PlanRequest) -> messages.Result:
+    def plan(self, request: messages.PlanRequest) -> messages.Result:
         """See Planner."""
-        body, reply = self._call(structs.replace(ask, stream=False))
-        event = retry.event(self.options, body, reply)
+        reply = self._call(structs.replace(request, stream=False))
+        event = reply.event()
         if not isinstance(event, messages.Result):
             raise PlanError("internal", f"the server must send a result (got {reply.type})")
         return event
 
-    def stream(self, ask: messages.PlanRequest) -> Iterator[messages.Event]:
+    def stream(self, request: messages.PlanRequest) -> Iterator[messages.Event]:
         """See Planner. Each stream uses its own connection. The deadline begins with this call."""
-        return self._tried(Tries(self.options, ask))
+        return self._attempt(Attempts(self.options, request))
 
-    def _tried(self, tries: Tries) -> Generator[messages.Event]:
+    def _attempt(self, attempts: Attempts) -> Generator[messages.Event]:
         self._check_open()
-        tries.since = time.monotonic()
+        attempts.since = time.monotonic()
         while True:
-            events = self._events(tries)
+            events = self._events(attempts)
             try:
                 first = next(events)
             except PlanError as e:
-                time.sleep(tries.again(e))
+                time.sleep(attempts.retry_delay(e))
                 continue
             try:
                 yield first
@@ -183,29 +193,28 @@ class RemotePlanner:
                 events.close()
             return
 
-    def _events(self, tries: Tries) -> Generator[messages.Event]:
-        sent, over = tries.send(), False
-        line = _Connection(self._context, zmq.DEALER, self.endpoint, self.options)
-        self._streams.add(line)
+    def _events(self, attempts: Attempts) -> Generator[messages.Event]:
+        sent, over = attempts.send(), False
+        connection = _Connection(self._context, zmq.DEALER, self.endpoint, self.options)
+        self._streams.add(connection)
         try:
-            line.send(sent.body, tries.connect_by)
+            connection.send(sent.body, attempts.connect_by)
             while not over:
                 self._check_open()
-                body = line.receive(tries)
-                reply = retry.head(self.options, body)
+                reply = Reply.read(self.options.codec, connection.receive(attempts))
                 if reply.id == sent.id:
                     over = reply.type != "chunk"
-                    yield retry.event(self.options, body, reply)
-                    tries.since = time.monotonic()
+                    yield reply.event()
+                    attempts.since = time.monotonic()
         finally:
-            self._streams.discard(line)
+            self._streams.discard(connection)
             if not (over or self._context.closed):
-                _farewell(line, tries.farewell(sent))
-            line.close(0 if over else retry.FAREWELL_MS)
+                _send_cancel(connection, attempts.cancel_of(sent))
+            connection.close(0 if over else CANCEL_MS)
 
     def _check_open(self) -> None:
         if self._context.closed:
-            raise retry.closed(self.endpoint)
+            raise client_closed(self.endpoint)
 
     # --- control
 
@@ -263,40 +272,38 @@ class RemotePlanner:
     def close(self) -> None:
         """See Planner. Unfinished streams are closed, which cancels their plans."""
         if not self._context.closed:
-            for line in (self._line, *self._streams):
-                line.close()
-            # Not `term`, which would wait for the socket of a line whose constructor failed.
+            for connection in (self._control, *self._streams):
+                connection.close()
+            # Not `term`, which would wait for the socket of a connection whose constructor failed.
             self._context.destroy(linger=0)
 
     def _simple(self, op: str) -> dict[str, Any]:
         return self._table(messages.Simple(op=op))
 
     def _table(self, request: messages.Request) -> dict[str, Any]:
-        body, reply = self._call(request)
-        return retry.table(self.options, body, reply)
+        return self._call(request).table()
 
-    def _call(self, request: messages.Request) -> tuple[bytes, Reply]:
+    def _call(self, request: messages.Request) -> Reply:
         self._check_open()
-        tries = Tries(self.options, request)
+        attempts = Attempts(self.options, request)
         while True:
             try:
-                return self._once(tries)
+                return self._once(attempts)
             except PlanError as e:
-                time.sleep(tries.again(e))
+                time.sleep(attempts.retry_delay(e))
 
-    def _once(self, tries: Tries) -> tuple[bytes, Reply]:
-        sent = tries.send()
-        self._line.send(sent.body, tries.connect_by)
+    def _once(self, attempts: Attempts) -> Reply:
+        sent = attempts.send()
+        self._control.send(sent.body, attempts.connect_by)
         try:
-            body = self._line.receive(tries)
+            reply = Reply.read(self.options.codec, self._control.receive(attempts))
         except BaseException:
             # The caller no longer waits for this plan: cancel it.
-            if isinstance(tries.request, messages.PlanRequest) and not self._context.closed:
-                _farewell(self._line, tries.farewell(sent))
+            if isinstance(attempts.request, messages.PlanRequest) and not self._context.closed:
+                _send_cancel(self._control, attempts.cancel_of(sent))
             raise
-        reply = retry.head(self.options, body)
         if reply.type == "error":
-            raise retry.error(self.options, body)
+            raise reply.error()
         if reply.id != sent.id:
             raise PlanError("unreachable", f"the reply must be to {sent.id} (got {reply.id})")
-        return body, reply
+        return reply

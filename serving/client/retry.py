@@ -1,12 +1,10 @@
-"""Shared by both clients: encoding requests, decoding replies, timeouts and retries."""
+"""One request of a client: its encoding, its replies, its time limits and retries."""
 
 from __future__ import annotations
 
-import errno
 import time
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,100 +12,89 @@ import msgspec
 import zmq
 from msgspec import Struct, structs
 
-from thor_dflash.core.errors import Code, ConfigError, PlanError
+from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.message_text import cut, visible
+from thor_dflash.serving.client.connection import unreachable
+from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.protocol import messages, validation
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec
-from thor_dflash.serving.transport.endpoints import has_port
-from thor_dflash.serving.transport.keepalive import KEEPALIVE
+from thor_dflash.serving.protocol.errors import bad_request
 
 CODES = frozenset(typing.get_args(Code))
 GRACE_S = 2.0
 """Wait beyond a plan's deadline before giving up, s: the answer may be in transit."""
-FAREWELL_MS = 200
+CANCEL_MS = 200
 """How long closing a stream waits for its `cancel` to be sent."""
-PATH_BYTES = 107
-"""Longest path of a unix socket. Source: unix(7)."""
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""The server refused the connection. libzmq does not reconnect after these events."""
-FAILED_HANDSHAKE = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""These, or the server hung up: because the client has the wrong public key for it, or because it
-ended."""
-WATCHED = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_CLOSED  # connecting failed: nothing listens there
-    | FAILED_HANDSHAKE
-)
-SOCKET_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.IMMEDIATE: 1,  # nothing is queued before there is a connection
-    zmq.SNDHWM: 64,
-    zmq.RCVHWM: 1024,
-    **KEEPALIVE,
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of a client.
-
-    Raises:
-        ConfigError: a number in it is none, or is too small; names the field.
-    """
-
-    timeout_s: float = 5.0
-    """Longest wait for a control operation, and for a connection."""
-    plan_timeout_s: float = 120.0
-    """Longest wait for a plan without a deadline, for the next piece of its stream, or for a
-    prefix."""
-    retries: int = 3
-    """How often a request is sent again after `busy` or a lost connection. With 0 the client does
-    not wait for a server that is warming up, either."""
-    session: str = field(default_factory=lambda: uuid4().hex)
-    """Plans of one session replace each other, so a repeated request replaces the lost attempt."""
-    token: str | None = None
-    """The secret for requests that carry none."""
-    keys: str = ""
-    """Directory with client.secret, client.public and server.public; "" for no encryption."""
-    codec: Codec = MSGPACK
-    max_message: int = 1 << 20
-    """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
-    connection, and thereby cancel every other plan on it."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("timeout_s", self.timeout_s), ("plan_timeout_s", self.plan_timeout_s)):
-            if not (_is(value, int, float) and value > 0):
-                raise ConfigError(f"{name} must be a number of seconds > 0 (got {value!r})")
-        for name, value, least in (
-            ("retries", self.retries, 0), ("max_message", self.max_message, 1),
-        ):  # fmt: skip
-            if not (_is(value, int) and value >= least):
-                raise ConfigError(f"{name} must be an integer >= {least} (got {value!r})")
-
-
-def _is(value: object, *kinds: type) -> bool:
-    # By the exact type: True is an int to isinstance.
-    return type(value) in kinds
-
-
-class Reply(Struct, frozen=True):
+class _Head(Struct, frozen=True):
     """The fields of every reply that are read first."""
 
     type: str = ""
     id: str | None = None
-    retry_after_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Reply:
+    """A reply, of which only the head is decoded yet."""
+
+    type: str
+    id: str | None
+    body: bytes
+    codec: Codec
+
+    @classmethod
+    def read(cls, codec: Codec, body: bytes) -> Reply:
+        """Read the head.
+
+        Raises:
+            PlanError: it is no message of TDP/1.
+        """
+        head = codec.decode(body, _Head)
+        return cls(head.type, head.id, body, codec)
+
+    def event(self) -> messages.Event:
+        """Decode a chunk or a result.
+
+        Raises:
+            PlanError: the reply is an error.
+        """
+        if self.type == "chunk":
+            return self.codec.decode(self.body, messages.Chunk)
+        if self.type == "result":
+            return self.codec.decode(self.body, messages.Result)
+        raise self.error()
+
+    def table(self) -> dict[str, Any]:
+        """Decode the answer to a control operation.
+
+        Raises:
+            PlanError: the reply is an error.
+        """
+        if self.type == "error":
+            raise self.error()
+        return self.codec.decode(self.body, dict[str, Any])
+
+    def error(self) -> PlanError:
+        """Decode an error; a code unknown to this client becomes `internal`."""
+        table = self.codec.decode(self.body, dict[str, Any])
+        code: Any = table.get("code")
+        return PlanError(
+            code if code in CODES else "internal",
+            str(table.get("message", "")),
+            **{name: table.get(name) for name in ("field", "retry_after_ms", "min_ms")},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
     """An encoded request and its id."""
 
     id: str
     body: bytes
 
 
-def fill(request: messages.Request, options: Options) -> Sent:
+def encode(request: messages.Request, options: Options) -> EncodedRequest:
     """Encode a request under a new unique id, so that no late reply can be taken for its answer.
 
     Raises:
@@ -133,7 +120,7 @@ def fill(request: messages.Request, options: Options) -> Sent:
     if len(body) > options.max_message:
         rule = f"be <= {options.max_message} bytes, as it is sent to the server"
         raise PlanError("too_large", f"a request must {rule} (got {len(body)})")
-    return Sent(id, body)
+    return EncodedRequest(id, body)
 
 
 def _check_value(name: str, value: object) -> None:
@@ -141,16 +128,16 @@ def _check_value(name: str, value: object) -> None:
         MSGPACK.encode(value)
     except UnicodeEncodeError as e:
         text = f"{name} must be UTF-8 (got: {e.reason} at {e.start})"
-        raise PlanError("bad_request", text, field=name) from e
+        raise bad_request(text, name) from e
     except OverflowError as e:
         text = f"{name} must have numbers of 64 bits (got one out of range)"
-        raise PlanError("bad_request", text, field=name) from e
+        raise bad_request(text, name) from e
     except TypeError as e:
         text = f"{name} must be plain JSON values (got: {cut(str(e))})"
-        raise PlanError("bad_request", text, field=name) from e
+        raise bad_request(text, name) from e
 
 
-def rest(ask: messages.PlanRequest, began: float) -> messages.PlanRequest:
+def with_time_left(ask: messages.PlanRequest, began: float) -> messages.PlanRequest:
     """Return an ask begun at `began` (monotonic, s) with its deadline reduced to the time left.
 
     Raises:
@@ -164,50 +151,8 @@ def rest(ask: messages.PlanRequest, began: float) -> messages.PlanRequest:
     return structs.replace(ask, deadline_ms=left)
 
 
-def head(options: Options, body: bytes) -> Reply:
-    """Decode the id and type of a reply."""
-    return options.codec.decode(body, Reply)
-
-
-def event(options: Options, body: bytes, reply: Reply) -> messages.Event:
-    """Decode a chunk or a result.
-
-    Raises:
-        PlanError: the reply is an error.
-    """
-    if reply.type == "chunk":
-        return options.codec.decode(body, messages.Chunk)
-    if reply.type == "result":
-        return options.codec.decode(body, messages.Result)
-    raise error(options, body)
-
-
-def table(options: Options, body: bytes, reply: Reply) -> dict[str, Any]:
-    """Decode the answer to a control operation.
-
-    Raises:
-        PlanError: the reply is an error.
-    """
-    if reply.type == "error":
-        raise error(options, body)
-    return options.codec.decode(body, dict[str, Any])
-
-
-def error(options: Options, body: bytes) -> PlanError:
-    """Return an error reply as an exception; a code unknown to this client becomes `internal`."""
-    told = options.codec.decode(body, dict[str, Any])
-    code: Any = told.get("code")
-    return PlanError(
-        code if code in CODES else "internal",
-        str(told.get("message", "")),
-        field=told.get("field"),
-        retry_after_ms=told.get("retry_after_ms"),
-        min_ms=told.get("min_ms"),
-    )
-
-
 @dataclass(slots=True, eq=False)
-class Tries:
+class Attempts:
     """The attempts of one request and their time limits.
 
     Raises:
@@ -217,7 +162,7 @@ class Tries:
     options: Options
     request: messages.Request
     displaced: bool = False
-    """Whether a later ask of its session was taken by a server."""
+    """Whether a later plan of its session was taken by a server."""
     left: int = field(init=False)
     began: float = field(default_factory=time.monotonic)
     since: float = field(init=False)
@@ -228,9 +173,9 @@ class Tries:
         self.since = self.began
         if (id := self.request.id) != messages.NO_ID:
             text = f"id must be left out: the client gives each try its own (got {_text(id)})"
-            raise PlanError("bad_request", text, field="id")
+            raise bad_request(text, "id")
         if isinstance(self.request, messages.PlanRequest):
-            validation.check_reckoned(self.request)
+            validation.check_deadline_and_session(self.request)
 
     @property
     def displaces(self) -> bool:
@@ -257,7 +202,7 @@ class Tries:
         slow = isinstance(self.request, messages.PlanRequest | messages.PrefixPut)
         return self.since + (self.options.plan_timeout_s if slow else self.options.timeout_s)
 
-    def send(self) -> Sent:
+    def send(self) -> EncodedRequest:
         """Encode the next attempt, with its deadline reduced to the time left.
 
         Raises:
@@ -265,10 +210,10 @@ class Tries:
         """
         request = self.request
         if isinstance(request, messages.PlanRequest):
-            request = rest(request, self.began)
-        return fill(request, self.options)
+            request = with_time_left(request, self.began)
+        return encode(request, self.options)
 
-    def late(self, endpoint: str, seen: int) -> PlanError:
+    def timeout_error(self, endpoint: str, seen: int) -> PlanError:
         """Return the error for a reply that did not come in time; `seen` as for `unreachable`."""
         bounded = (
             not isinstance(self.request, messages.PlanRequest)
@@ -281,12 +226,12 @@ class Tries:
         got = f"nothing for {self.options.plan_timeout_s:g} s"
         return PlanError("deadline", f"a plan without deadline_ms must {rule} (got {got})")
 
-    def farewell(self, sent: Sent) -> bytes:
+    def cancel_of(self, sent: EncodedRequest) -> bytes:
         """Encode the `cancel` of an attempt. It carries the request's own token."""
         cancel = messages.Cancel(target=sent.id, token=self.request.token)
-        return fill(cancel, self.options).body
+        return encode(cancel, self.options).body
 
-    def again(self, error: PlanError) -> float:
+    def retry_delay(self, error: PlanError) -> float:
         """Return the seconds to wait before the next attempt.
 
         Raises:
@@ -307,93 +252,3 @@ def _text(id: object) -> str:
 
 def _deadline_ms(request: messages.Request) -> int | None:
     return request.deadline_ms if isinstance(request, messages.PlanRequest) else None
-
-
-def unreachable(endpoint: str, seen: int) -> PlanError:
-    """Return the error for a server that does not answer. `seen` is the last event of the
-    connection, 0 for none.
-    """
-    if seen & FAILED_HANDSHAKE:
-        why = "it refused the connection: does it want CURVE keys, or other ones?"
-    elif seen == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        why = "it is connected, and silent"
-    elif seen == zmq.EVENT_DISCONNECTED:
-        why = "the connection was lost"
-    else:
-        why = "no connection could be made"
-    # A refused client stays refused until the keys change: do not retry; a later request may work.
-    retryable = not seen & FAILED_HANDSHAKE
-    text = f"{endpoint} must answer (got none: {why})"
-    return PlanError("unreachable", text, retryable=retryable)
-
-
-def after(seen: int, event: int) -> int:
-    """Return the known state of a connection after an event; `seen` is the state before it.
-
-    A disconnection that follows a failed handshake is ignored: it says less, and nothing was sent
-    that could have been lost.
-    """
-    never = event == zmq.EVENT_DISCONNECTED and seen != zmq.EVENT_HANDSHAKE_SUCCEEDED
-    return seen if never else event
-
-
-def closed(endpoint: str) -> PlanError:
-    """Return the error for a request on a closed client."""
-    return PlanError("unreachable", f"{endpoint} must answer (got none: the client was closed)")
-
-
-def prepare(socket: zmq.Socket[Any], options: Options) -> None:
-    """Set the options and keys that the sockets of both clients have in common.
-
-    Raises:
-        ConfigError: the keys cannot be read.
-    """
-    for option, value in SOCKET_OPTIONS.items():
-        socket.setsockopt(option, value)
-    if options.keys:
-        # Imported here: a client without keys does not need this module.
-        from thor_dflash.serving.transport import curve
-
-        keys = Path(options.keys)
-        socket.curve_secretkey = curve.secret_key(keys / "client.secret")
-        socket.curve_publickey = curve.public_key(keys / "client.public")
-        socket.curve_serverkey = curve.public_key(keys / "server.public")
-
-
-def connect(socket: zmq.Socket[Any], endpoint: str, what: str = "endpoint") -> None:
-    """Begin to connect. `what` names the option or argument that gave the endpoint.
-
-    Raises:
-        ConfigError: the endpoint is malformed, or its path is too long for a socket.
-    """
-    malformed = ConfigError(f"{what} must be tcp://host:port or ipc://path (got {endpoint})")
-    if not (
-        endpoint.startswith("ipc://") or (endpoint.startswith("tcp://") and has_port(endpoint))
-    ):
-        raise malformed
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    try:
-        socket.connect(endpoint)
-    except (zmq.ZMQError, UnicodeError) as e:
-        if isinstance(e, zmq.ZMQError) and e.errno == errno.ENAMETOOLONG:
-            raise ConfigError(
-                f"{what} must have a path of at most {PATH_BYTES} bytes (got {endpoint})"
-            ) from e
-        raise malformed from e
-
-
-def reconnect(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Connect again after libzmq gave up: the server may have restarted and accept our key now."""
-    socket.disconnect(endpoint)  # otherwise libzmq ignores a connect to the same endpoint
-    socket.connect(endpoint)
-
-
-def check(endpoint: str, options: Options, what: str) -> None:
-    """Check endpoint and keys before there is a client.
-
-    Raises:
-        ConfigError: as `prepare` and `connect`.
-    """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        prepare(socket, options)
-        connect(socket, endpoint, what)

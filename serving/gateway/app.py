@@ -25,10 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.core.message_text import cut, visible
-from thor_dflash.serving.client import retry
+from thor_dflash.serving.client.retry import with_time_left
 from thor_dflash.serving.gateway import metrics, openai_api
 from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.transport.endpoints import is_local
 
 BODY_BYTES = 1 << 20
@@ -107,7 +108,7 @@ class LoopbackNames:
             if host is not None and not _is_loopback(host):  # a browser always names one
                 rule = "the host must be a loopback name without gateway.insecure"
                 text = f"{rule} (got {visible(cut(host)) or 'none'})"
-                await _refused(PlanError("bad_request", text), status=421)(scope, receive, send)
+                await _refused(bad_request(text), status=421)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -156,7 +157,7 @@ class Gateway:
             if asked.model and not await self.fleet.knows(asked.model):
                 return _no_model(asked.model, {member.model for member in self.fleet.members})
             # A server that has not yet named its model may have been waited for.
-            events = self.fleet.stream(retry.rest(ask, arrived), asked.model)
+            events = self.fleet.stream(with_time_left(ask, arrived), asked.model)
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
@@ -214,7 +215,7 @@ async def _no_route(request: Request, e: Exception) -> Response:
     assert isinstance(e, HTTPException), e
     asked = visible(cut(f"{request.method} {request.url.path}"))
     text = f"{asked} must be a route of the gateway (got: {e.detail})"
-    reply = _refused(PlanError("bad_request", text), status=e.status_code)
+    reply = _refused(bad_request(text), status=e.status_code)
     reply.headers.update(e.headers or {})
     return reply
 
@@ -295,7 +296,7 @@ def _check_kind(request: Request) -> None:
     kind = request.headers.get("content-type", "nothing")
     if kind.partition(";")[0].strip().lower() != "application/json":
         text = f"content-type must be application/json (got {visible(cut(kind))})"
-        raise PlanError("bad_request", text)
+        raise bad_request(text)
 
 
 @dataclass(slots=True)
@@ -323,7 +324,7 @@ class RequestBody:
                     self.ended = True
         except TimeoutError as e:
             text = f"the body must come within {BODY_S:g} s (got {size} bytes of it)"
-            raise PlanError("bad_request", text) from e
+            raise bad_request(text) from e
         if size > BODY_BYTES:
             raise PlanError("too_large", f"the body must be <= {BODY_BYTES} bytes (got more)")
         return bytes(found)

@@ -16,6 +16,7 @@ from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.message_text import nearest, visible
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
+from thor_dflash.serving.protocol.errors import bad_request
 
 STATUS: Mapping[Code, int] = {
     "bad_request": 400, "unsupported_version": 400, "schema_invalid": 400,
@@ -162,27 +163,21 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
     """
     for name, value, fine in (("temperature", request.temperature, 0), ("top_p", request.top_p, 1)):
         if value not in (None, fine):
-            raise PlanError(
-                "bad_request", f"{name} must be {fine}: decoding is greedy (got {value})",
-                field=name,
-            )  # fmt: skip
+            raise bad_request(f"{name} must be {fine}: decoding is greedy (got {value})", name)
     if request.max_tokens and request.max_completion_tokens:
-        raise PlanError(
-            "bad_request", "max_tokens must be left out where max_completion_tokens is given "
-            f"(got {request.max_tokens})", field="max_tokens",
-        )  # fmt: skip
+        raise bad_request(
+            "max_tokens must be left out where max_completion_tokens is given "
+            f"(got {request.max_tokens})",
+            "max_tokens",
+        )
     if request.stream_options is not None and not request.stream:
-        raise PlanError(
-            "bad_request", "stream_options must go with stream: true (got false)",
-            field="stream_options",
-        )  # fmt: skip
+        raise bad_request("stream_options must go with stream: true (got false)", "stream_options")
     thinking = _thinking(request)
     format = request.response_format
     if isinstance(format, JsonObjectFormat):
-        raise PlanError(
-            "bad_request", "response_format.type must be text or json_schema (got json_object)",
-            field="response_format",
-        )  # fmt: skip
+        raise bad_request(
+            "response_format.type must be text or json_schema (got json_object)", "response_format"
+        )
     fields: dict[str, Any] = {
         "messages": [_turn(message) for message in request.messages],
         "stream": "text" if request.stream else False,
@@ -212,10 +207,9 @@ def _thinking(request: ChatRequest) -> str | None:
         rule = f"be left out where thinking is {request.thinking}"
     else:
         return "off"
-    raise PlanError(
-        "bad_request", f"reasoning_effort must {rule} (got {visible(effort[:40])})",
-        field="reasoning_effort",
-    )  # fmt: skip
+    raise bad_request(
+        f"reasoning_effort must {rule} (got {visible(effort[:40])})", "reasoning_effort"
+    )
 
 
 def _turn(message: ChatMessage) -> dict[str, str]:

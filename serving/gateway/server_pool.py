@@ -14,7 +14,8 @@ from typing import Any
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import AsyncPlanner, Options, retry
+from thor_dflash.serving.client import AsyncPlanner, Options, connection
+from thor_dflash.serving.client.retry import with_time_left
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import access
 
@@ -131,7 +132,7 @@ class ServerPool:
                     await _greet(member)
                     if turn.model not in ("", member.model):
                         continue
-                events = _of(member, retry.rest(turn.ask, turn.began))
+                events = _of(member, with_time_left(turn.ask, turn.began))
                 return member, await anext(events), events
             except PlanError as e:
                 self._check_elsewhere(e, turn)
@@ -202,7 +203,7 @@ def check(config: GatewayConfig) -> None:
         ConfigError: a malformed endpoint, or keys or a secret that cannot be read.
     """
     for endpoint in config.servers:
-        retry.check(endpoint, _options(config), "gateway.servers")
+        connection.check(endpoint, _options(config), "gateway.servers")
 
 
 def _options(config: GatewayConfig) -> Options:

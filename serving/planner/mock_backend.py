@@ -18,7 +18,7 @@ from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, 
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import Checker
-from thor_dflash.serving.protocol import messages, validation
+from thor_dflash.serving.protocol import errors, messages, validation
 
 if TYPE_CHECKING:
     from thor_dflash.serving.planner.prefix_store import PrefixStore
@@ -67,7 +67,7 @@ def _checker(schema: Mapping[str, Any]) -> Checker:
     literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
     # Whether a deeper schema allows an object, only a grammar can find, and the mock has none.
     if "object" not in schema.get("type", "object") or dict not in map(type, literals):
-        raise validation.no_object(schema)
+        raise errors.no_object(schema)
     return checker
 
 
@@ -131,7 +131,7 @@ class MockBackend:
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if len(prompt) + max_tokens > CONTEXT:
-            raise validation.too_long(CONTEXT, len(prompt), max_tokens)
+            raise errors.too_long(CONTEXT, len(prompt), max_tokens)
         budget = validation.budget_of(ask, self.config)
         return Prepared(
             ask=ask,
@@ -183,7 +183,7 @@ class MockBackend:
     def keep(self, request: messages.PrefixPut) -> None:
         """See Backend. The mock stores nothing."""
         if request.prefix_id not in self._prefixes:
-            raise validation.dropped()
+            raise errors.dropped()
 
     @property
     def skipped(self) -> tuple[str, ...]:

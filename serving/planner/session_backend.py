@@ -28,8 +28,8 @@ from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.planner.session_run import SessionRun
+from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
-from thor_dflash.serving.protocol import validation
 
 SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 SELF_TOKENS = 48
@@ -189,7 +189,7 @@ class SessionBackend:
         prefix = self._prefix(prompt, ask.prefix_id)
         room = self.session.model.limit - len(prompt) - max_tokens - closing
         if room < 0:
-            raise validation.too_long(self.session.model.limit, len(prompt), max_tokens, closing)
+            raise errors.too_long(self.session.model.limit, len(prompt), max_tokens, closing)
         cached = prefix.held if prefix else 0
         prepared = Prepared(
             ask=ask,
@@ -209,7 +209,7 @@ class SessionBackend:
             # Checked here, before this plan displaces others.
             self.session.check(self._request(prepared, prepared.budget))
         except RequestError as e:
-            raise PlanError("bad_request", validation.refusal(e)) from e
+            raise PlanError("bad_request", errors.refusal(e)) from e
         return prepared
 
     def _check_mode(self, ask: wire.PlanRequest) -> None:
@@ -223,12 +223,12 @@ class SessionBackend:
             object_allowed = grammar.takes(self.tokenizer.encode("{"))
         except CompilerBusy as e:
             wait_ms = 1e3 * COMPILE_S
-            text = validation.refusal(e)
+            text = errors.refusal(e)
             raise PlanError("busy", text, field="json_schema", retry_after_ms=wait_ms) from e
         except RequestError as e:
-            raise PlanError("schema_unsupported", validation.refusal(e), field="json_schema") from e
+            raise PlanError("schema_unsupported", errors.refusal(e), field="json_schema") from e
         if not object_allowed:
-            raise validation.no_object(schema)
+            raise errors.no_object(schema)
         return grammar
 
     def _budget(
@@ -261,7 +261,7 @@ class SessionBackend:
                 raise PlanError("prompt_too_long", rule, field=field)
             return tuple(self.tokenizer.encode(text))
         except RequestError as e:
-            raise PlanError("bad_request", validation.refusal(e), field="messages") from e
+            raise PlanError("bad_request", errors.refusal(e), field="messages") from e
 
     def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
         if name is None:
@@ -339,7 +339,7 @@ class SessionBackend:
         try:
             prefix = self.session.prefixes.put(request.prefix_id, one[:same], stopped=stopped)
         except RequestError as e:  # no memory for it within the budget of prefixes
-            raise PlanError("too_large", validation.refusal(e), field="system") from e
+            raise PlanError("too_large", errors.refusal(e), field="system") from e
         if prefix is None:
             raise PlanError("cancelled", "the prefix was cancelled")
         return _shown(prefix)
@@ -349,7 +349,7 @@ class SessionBackend:
         # Only this thread drops prefixes: one that is held now stays held until it is written.
         held = self.session.prefixes.list()
         if all(prefix.name != request.prefix_id for prefix in held):
-            raise validation.dropped()
+            raise errors.dropped()
         if self._shelf is None:
             return
         with self._disk(request.prefix_id):

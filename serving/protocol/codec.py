@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.message_text import nearest, show
-from thor_dflash.core.strict_records import WORDS
+from thor_dflash.core.strict_records import WORDS, nearest, show
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.errors import bad_request
 
 T = TypeVar("T")
 Name = Literal["json", "msgpack"]
@@ -84,10 +84,10 @@ class Codec:
             if self.name == "json" and (torn := _torn(body)) is not None:
                 raise torn from e
             text = str(e)[:200]
-            raise PlanError("bad_request", f"body must be valid {self.title} (got: {text})") from e
+            raise bad_request(f"body must be valid {self.title} (got: {text})") from e
         except RecursionError as e:
             text = "body must be nested less deeply (got more levels than can be read)"
-            raise PlanError("bad_request", text) from e
+            raise bad_request(text) from e
 
 
 JSON, MSGPACK = Codec("json"), Codec("msgpack")
@@ -105,7 +105,7 @@ def codec_of(body: bytes) -> Codec:
     if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
         return MSGPACK
     got = "nothing" if not body else f"a first byte of 0x{first:02x}"
-    raise PlanError("bad_request", f"body must be a JSON object or a msgpack map (got {got})")
+    raise bad_request(f"body must be a JSON object or a msgpack map (got {got})")
 
 
 class Head(Struct, frozen=True):
@@ -150,7 +150,7 @@ def read(codec: Codec, body: bytes, head: Head) -> messages.Request:
     if kind is None:
         known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
         text = f"op must be an operation (got {shown(head.op)}; {known})"
-        raise PlanError("bad_request", text, field="op")
+        raise bad_request(text, "op")
     return _typed(codec, body, kind)
 
 
@@ -204,10 +204,10 @@ def _explain(
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
         name = ".".join(part for part in (path, unknown[1][:NAME]) if part)
         like = "" if path else _like(name, kind)
-        return PlanError("bad_request", f"{name} {UNKNOWN}{like}", field=name)
+        return bad_request(f"{name} {UNKNOWN}{like}", name)
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
-        return PlanError("bad_request", f"{name} must be present (got nothing)", field=name)
+        return bad_request(f"{name} must be present (got nothing)", name)
     words = _words(kind, path)
     rule, got = (words, "another") if words else _rule(what)
     if key:
@@ -217,7 +217,7 @@ def _explain(
     # Without a field name, the error is inside a value whose key may be any name.
     named = path[:1] not in ("", "[")
     text = f"{(path if named else 'body' + path)[:100]} must be {rule} (got {got or 'another'})"
-    return PlanError("bad_request", text, field=path if named else None)
+    return bad_request(text, path if named else None)
 
 
 def _like(name: str, kind: type) -> str:
@@ -304,7 +304,7 @@ def _torn(body: bytes) -> PlanError | None:
         return None
     told = name[:NAME]
     text = f"{told} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
-    return PlanError("bad_request", text, field=told)
+    return bad_request(text, told)
 
 
 def _mended(body: bytes, by: bytes) -> bytes:
@@ -327,7 +327,7 @@ def check_plain(value: object, what: str, limit: int) -> None:
             break
     else:
         text = f"{what} must be nested <= {DEPTH} deep (got more)"
-        raise PlanError("bad_request", text, field=what)
+        raise bad_request(text, what)
     size = len(msgspec.json.encode(value))
     if size > limit:
         raise PlanError("too_large", f"{what} must be <= {limit} bytes (got {size})", field=what)
@@ -338,28 +338,14 @@ def _children(item: object, what: str) -> list[object]:
         table = cast("dict[object, object]", item)
         if other := [key for key in table if not isinstance(key, str)]:
             text = f"{what} must have string keys only (got {shown(other[0])})"
-            raise PlanError("bad_request", text, field=what)
+            raise bad_request(text, what)
         return list(table.values())
     if isinstance(item, list):
         return cast("list[object]", item)
     if isinstance(item, float) and item - item != 0:
         text = f"{what} must have finite numbers (got {item})"
-        raise PlanError("bad_request", text, field=what)
+        raise bad_request(text, what)
     if item is None or isinstance(item, str | int | float):
         return []
     kind = type(item).__name__
-    raise PlanError("bad_request", f"{what} must be plain JSON values (got {kind})", field=what)
-
-
-def error_reply(error: PlanError, id: str | None, seq: int = 0) -> messages.ErrorReply:
-    """Return the message that reports an error."""
-    return messages.ErrorReply(
-        code=error.code,
-        message=error.message,
-        id=id,
-        seq=seq,
-        retryable=error.retryable,
-        retry_after_ms=error.retry_after_ms,
-        min_ms=error.min_ms,
-        field=error.field,
-    )
+    raise bad_request(f"{what} must be plain JSON values (got {kind})", what)

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 import msgspec
 
-from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.protocol import codec, messages
 from thor_dflash.serving.protocol.codec import Codec, Head
+from thor_dflash.serving.protocol.errors import bad_request
 
 RUNNING = {"status": "ok", "message": "Server is running"}
 """The answer that its `ping` expects."""
@@ -36,29 +36,23 @@ def read(body_codec: Codec, body: bytes, head: Head) -> messages.Request:
     kind = codec.OPERATIONS.get(endpoint) if isinstance(endpoint, str) else None
     if kind is None:
         got = visible(endpoint[:40]) if isinstance(endpoint, str) else codec.shown(endpoint)
-        raise PlanError("bad_request", f"endpoint must be an operation (got {got})")
+        raise bad_request(f"endpoint must be an operation (got {got})")
     table = body_codec.decode(body, dict[str, Any])
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)[: codec.NAME]
-        raise PlanError(
-            "bad_request",
-            f"{name} must be left out: a request has endpoint, data and api_token",
-            field=name,
+        raise bad_request(
+            f"{name} must be left out: a request has endpoint, data and api_token", name
         )
     data: Any = {} if table.get("data") is None else table["data"]
     if not isinstance(data, dict):
-        raise PlanError(
-            "bad_request", f"data must be an object (got {codec.shown(data)})", field="data"
-        )
+        raise bad_request(f"data must be an object (got {codec.shown(data)})", "data")
     fields = codec.ours(data)  # pyright: ignore[reportUnknownArgumentType]
     codec.check_version(fields.get("v", messages.VERSION))
     if "op" in fields:
-        raise PlanError(
-            "bad_request", "op must be left out: endpoint names the operation", field="op"
-        )
+        raise bad_request("op must be left out: endpoint names the operation", "op")
     if fields.get("stream"):
         text = "stream must be false: this dialect has one reply for each request"
-        raise PlanError("bad_request", text, field="stream")
+        raise bad_request(text, "stream")
     fields = {"id": uuid4().hex, **fields, "op": head.endpoint}
     if head.api_token is not None:
         fields["token"] = head.api_token

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import PlanError, RequestError
-from thor_dflash.core.message_text import cut, show, visible
+from thor_dflash.core.message_text import show
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_plain, convert
+from thor_dflash.serving.protocol.errors import bad_request
 
 SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
@@ -27,20 +27,22 @@ def check(ask: wire.PlanRequest) -> None:
         PlanError: naming the field.
     """
     if ask.prompt is None and ask.messages is None:
-        raise _bad("prompt", ONE_OF_TWO + " (got neither)")
+        raise bad_request(ONE_OF_TWO + " (got neither)", "prompt")
     check_prompt(ask)
-    check_reckoned(ask)
+    check_deadline_and_session(ask)
     if ask.stream is True:
-        raise _bad("stream", "stream must be false, steps, text or all (got true)")
+        raise bad_request("stream must be false, steps, text or all (got true)", "stream")
     _greedy(ask)
     both = ask.thinking_budget is not None and ask.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
-        raise _bad(name, f"{name} must be left out where thinking_budget is given (got both)")
+        raise bad_request(
+            f"{name} must be left out where thinking_budget is given (got both)", name
+        )
     if ask.json_schema is not None and ask.response_format is not None:
-        raise _bad(
-            "response_format",
+        raise bad_request(
             "response_format must be left out where json_schema is given (got both)",
+            "response_format",
         )
 
 
@@ -51,16 +53,16 @@ def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:
         PlanError: naming the field.
     """
     if request.prompt is not None and request.messages is not None:
-        raise _bad("prompt", ONE_OF_TWO + " (got both)")
+        raise bad_request(ONE_OF_TWO + " (got both)", "prompt")
     if request.prompt is not None and not request.prompt.strip():
-        raise _bad(
-            "prompt", f"prompt must be a text that is not empty (got {show(request.prompt)})"
+        raise bad_request(
+            f"prompt must be a text that is not empty (got {show(request.prompt)})", "prompt"
         )
     if request.messages is not None and not request.messages:
-        raise _bad("messages", "messages must hold at least one message (got none)")
+        raise bad_request("messages must hold at least one message (got none)", "messages")
 
 
-def check_reckoned(ask: wire.PlanRequest) -> None:
+def check_deadline_and_session(ask: wire.PlanRequest) -> None:
     """Refuse a deadline or a session of a wrong type or value as the decoding of a request does: in
     a program's own process these two are used without it, or before it.
 
@@ -82,26 +84,7 @@ def _greedy(ask: wire.PlanRequest) -> None:
     }
     for name, (value, fine, rule) in rules.items():
         if not fine:
-            raise _bad(name, f"{name} must be {rule} (got {show(value)})")
-
-
-def refusal(error: RequestError) -> str:
-    """Return a refusal as text for a client, who may have sent names of any length and content."""
-    return visible(cut(str(error), MESSAGE))
-
-
-def too_long(limit: int, prompt: int, max_tokens: int, closing: int = 0) -> PlanError:
-    """Return the error for a plan that does not fit the context, in tokens. `closing`: those of the
-    message that closes the thinking, 0 without thinking.
-    """
-    what, got = "prompt and max_tokens", f"{prompt} + {max_tokens}"
-    if closing:
-        what = "prompt, max_tokens and the message that closes the thinking"
-        got += f" + {closing}"
-    text = (
-        f"{what} together must be <= {limit} tokens (got {got} = {prompt + max_tokens + closing})"
-    )
-    return PlanError("prompt_too_long", text, field="prompt")
+            raise bad_request(f"{name} must be {rule} (got {show(value)})", name)
 
 
 def schema_of(ask: wire.PlanRequest) -> Mapping[str, Any] | None:
@@ -109,17 +92,6 @@ def schema_of(ask: wire.PlanRequest) -> Mapping[str, Any] | None:
     if ask.response_format is not None:
         return ask.response_format.json_schema.schema
     return ask.json_schema
-
-
-def no_object(schema: Mapping[str, Any]) -> PlanError:
-    """Return the error for a schema that does not allow an object, which every plan is."""
-    text = f"json_schema must allow an object, as every plan is one (got {show(schema)})"
-    return PlanError("schema_unsupported", text, field="json_schema")
-
-
-def dropped() -> PlanError:
-    """Return the error for a `prefix.put` whose prefix was dropped before the answer."""
-    return PlanError("cancelled", "the prefix was dropped before its put was answered")
 
 
 def check_values(ask: wire.PlanRequest) -> None:
@@ -154,7 +126,3 @@ def _turn(message: wire.Message) -> dict[str, str]:
     if message.reasoning_content is not None:
         turn["reasoning_content"] = message.reasoning_content
     return turn
-
-
-def _bad(field: str, message: str) -> PlanError:
-    return PlanError("bad_request", message, field=field)

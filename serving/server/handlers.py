@@ -17,8 +17,9 @@ from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.planner import admit, stopped
 from thor_dflash.serving.planner.result import asked
-from thor_dflash.serving.protocol import codec, groot, messages, validation
+from thor_dflash.serving.protocol import codec, errors, groot, messages, validation
 from thor_dflash.serving.protocol.codec import JSON, Head
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.server import hello, host_info, workers
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.lifecycle import FAILED, RETRY_MS, Lifecycle
@@ -114,9 +115,9 @@ class RequestHandlers:
         try:
             if split > MAX_ENVELOPE:
                 text = f"a message must have <= {MAX_ENVELOPE} frames before its body (got {split})"
-                raise PlanError("bad_request", text)
+                raise bad_request(text)
             if len(rest) != 1:
-                raise PlanError("bad_request", f"a message must have one body (got {len(rest)})")
+                raise bad_request(f"a message must have one body (got {len(rest)})")
             peer = dataclasses.replace(peer, codec=codec.codec_of(rest[0]))
             head = codec.head_of(peer.codec, rest[0])
             peer = dataclasses.replace(peer, groot=groot.is_groot(head))
@@ -158,7 +159,7 @@ class RequestHandlers:
         backend = self._lifecycle.open()
         if request.persist and not self._config.prefix_dir:
             text = "persist must be false, as the server has no serve.prefix_dir (got true)"
-            raise PlanError("bad_request", text, field="persist")
+            raise bad_request(text, "persist")
         self._arrive(peer, request, backend).state = "queued"
         self.dispatch()
 
@@ -378,7 +379,7 @@ class RequestHandlers:
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)
-        self._send(peer, codec.error_reply(error, id, seq), id, seq)
+        self._send(peer, errors.error_reply(error, id, seq), id, seq)
 
     def _result(self, peer: Peer, id: str, table: dict[str, Any]) -> None:
         self._send(peer, {"v": messages.VERSION, "id": id, "type": "result", "seq": 0, **table}, id)
@@ -398,7 +399,7 @@ class RequestHandlers:
             self._log(traceback.format_exc())
             error = PlanError("internal", "the answer could not be written; the log says why")
             self.stats.error(error)
-            body, droppable, encoded = peer.body(codec.error_reply(error, id, seq)), False, False
+            body, droppable, encoded = peer.body(errors.error_reply(error, id, seq)), False, False
         if self._router.send(peer.envelope, body, droppable=droppable) == "gone":
             self.peer_lost(peer.routing)
         return encoded

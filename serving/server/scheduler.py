@@ -18,6 +18,7 @@ from thor_dflash.core.message_text import show
 from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec
+from thor_dflash.serving.protocol.errors import bad_request
 
 MAX_SESSIONS = 1024
 """Most sessions whose latest generation is remembered."""
@@ -230,7 +231,7 @@ class Scheduler:
             if other.peer.client == job.peer.client and other.request.id == job.request.id:
                 shown = show(job.request.id)
                 text = f"id must not be that of a request under way (got {shown})"
-                raise PlanError("bad_request", text, field="id")
+                raise bad_request(text, "id")
 
     def _check_puts(self, job: Job, retry_after_ms: float) -> None:
         if isinstance(job.request, messages.PlanRequest):

@@ -23,6 +23,7 @@ from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorErr
 from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, drive
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.server.scheduler import Job, Peer
 from thor_dflash.serving.server.trace import StepTrace
 
@@ -350,7 +351,7 @@ def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
     except PlanError as e:
         return e
     except RequestError as e:
-        return PlanError("bad_request", str(e))
+        return bad_request(str(e))
     except ThorError as e:
         log(f"engine fault: {e}")
         return PlanError("engine_fault", FAULT)

@@ -24,7 +24,7 @@ from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import Options, PlanError, client
-from thor_dflash.serving.client.retry import PATH_BYTES, connect
+from thor_dflash.serving.client.connection import MAX_PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
@@ -167,7 +167,7 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
 
 
 def test_a_path_that_no_socket_can_have_is_told() -> None:
-    ask_there = ["Bring it.", "--server", f"ipc:///{'x' * PATH_BYTES}"]  # a slash more
+    ask_there = ["Bring it.", "--server", f"ipc:///{'x' * MAX_PATH_BYTES}"]  # a slash more
     with pytest.raises(ConfigError, match="^--server must have a path of at most 107 bytes"):
         ask(*ask_there)
     with Context() as context, context.socket(DEALER) as client:

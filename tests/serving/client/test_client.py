@@ -26,9 +26,10 @@ from thor_dflash.serving.client import (
     RemotePlanner,
     async_client,
     client,
+    connection,
     retry,
 )
-from thor_dflash.serving.client.retry import Tries, fill
+from thor_dflash.serving.client.retry import Attempts, encode
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import curve
 
@@ -125,8 +126,8 @@ def test_an_idle_client_that_was_refused_for_long_may_be_closed(
     """libzmq blocks when the pipe of its monitor is full, which nobody reads in an idle client.
     With a wrong key that takes two minutes; here it is hurried.
     """
-    monkeypatch.setitem(retry.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
-    monkeypatch.setattr(retry, "WATCHED", zmq.EVENT_ALL)
+    monkeypatch.setitem(connection.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
+    monkeypatch.setattr(client, "MONITORED", zmq.EVENT_ALL)
     with socket.create_server(("127.0.0.1", 0)) as refusing:
         planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
         refusing.settimeout(0.2)
@@ -159,7 +160,7 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for an answer, for the rest of a stream, for a connection, and for the next try."""
-    monkeypatch.setattr(Tries, "again", lambda *_: 3600.0)
+    monkeypatch.setattr(Attempts, "retry_delay", lambda *_: 3600.0)
     server, held = house.held(max_queue=1)
     held.let(2)
 
@@ -203,7 +204,7 @@ def test_a_token_of_the_request_goes_before_that_of_the_client(
     own: str | None, usual: str | None, sent: str | None
 ) -> None:
     for request in (PlanRequest(prompt="x", token=own), messages.Simple(op="ping", token=own)):
-        body = fill(request, Options(token=usual)).body
+        body = encode(request, Options(token=usual)).body
         assert msgspec.msgpack.decode(body).get("token") == sent
 
 

@@ -1,5 +1,5 @@
 """A plan that is sent again does not take the place of a later one of its session; and how long a
-client tries.
+client attempts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest, RemotePlanner
-from thor_dflash.serving.client.retry import GRACE_S, Tries
+from thor_dflash.serving.client.retry import GRACE_S, Attempts
 from thor_dflash.serving.protocol import messages
 
 NOWHERE = "tcp://127.0.0.1:9"
@@ -27,8 +27,8 @@ def again(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """What refused plans wait for, in place of the time after which they are sent again."""
     event = asyncio.Event()
 
-    async def wait(planner: AsyncPlanner, tries: Tries, error: PlanError) -> None:
-        tries.again(error)
+    async def wait(planner: AsyncPlanner, attempts: Attempts, error: PlanError) -> None:
+        attempts.retry_delay(error)
         await event.wait()
 
     monkeypatch.setattr(AsyncPlanner, "_wait", wait)
@@ -127,9 +127,9 @@ def test_a_later_plan_that_no_server_took_displaces_nothing(
 
 def test_a_deadline_is_less_with_every_try() -> None:
     began = time.monotonic() - 3
-    tries = Tries(Options(), PlanRequest(prompt="x", deadline_ms=60_000), began=began)
-    assert msgspec.msgpack.decode(tries.send().body)["deadline_ms"] <= 57_000
-    late = Tries(Options(), PlanRequest(prompt="x", deadline_ms=2999), began=began)
+    attempts = Attempts(Options(), PlanRequest(prompt="x", deadline_ms=60_000), began=began)
+    assert msgspec.msgpack.decode(attempts.send().body)["deadline_ms"] <= 57_000
+    late = Attempts(Options(), PlanRequest(prompt="x", deadline_ms=2999), began=began)
     with pytest.raises(PlanError) as caught:
         late.send()
     assert caught.value.code == "deadline"
@@ -159,13 +159,13 @@ def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
 
 def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:
     began, options = time.monotonic(), Options(timeout_s=60.0, plan_timeout_s=500.0)
-    tries = Tries(options, PlanRequest(prompt="x", deadline_ms=5000), began=began)
-    assert (tries.connect_by, tries.until) == (began + 5, began + 5 + GRACE_S)
+    attempts = Attempts(options, PlanRequest(prompt="x", deadline_ms=5000), began=began)
+    assert (attempts.connect_by, attempts.until) == (began + 5, began + 5 + GRACE_S)
     for request, limit in (
         (PlanRequest(prompt="x"), 500),
         (messages.PrefixPut(prefix_id="a", system="x"), 500),
         (messages.Simple(op="ping"), 60),
     ):
-        tries = Tries(options, request, began=began)
-        assert tries.until == began + limit
-        assert tries.connect_by <= time.monotonic() + 60
+        attempts = Attempts(options, request, began=began)
+        assert attempts.until == began + limit
+        assert attempts.connect_by <= time.monotonic() + 60

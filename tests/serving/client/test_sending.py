@@ -24,7 +24,7 @@ from thor_dflash.serving.client import (
     PlanRequest,
     RemotePlanner,
     Result,
-    retry,
+    connection,
 )
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
@@ -70,7 +70,7 @@ def test_an_endpoint_that_libzmq_would_take_for_another_is_refused(
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:1", "tcp://[::1]:65535", "ipc:///nowhere/plan"])
 def test_every_other_endpoint_is_taken(place: str) -> None:
-    retry.check(place, Options(), "--server")
+    connection.check(place, Options(), "--server")
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,16 @@ def test_a_connection_lost_just_before_a_request_is_sent_is_not_waited_for(
     server, refused = house.mock(), list[PlanError]()
     planner = RemotePlanner(server.endpoints[0], Options(retries=0))
     planner.ping()
-    line = planner._line._socket
+    link = planner._control._socket
 
     class Poller(zmq.Poller):
         def poll(self, timeout: float | None = None) -> list[tuple[Any, int]]:
             """Ends the server after it has found that a request can be sent."""
             found = super().poll(timeout)
-            if line in dict(found):
+            if link in dict(found):
                 server.stop()
                 server.stop()
-                until(lambda: not line.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+                until(lambda: not link.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
             return found
 
     def ask() -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import Options, PlanRequest, Result, retry
+from thor_dflash.serving.client import Options, PlanRequest, Result, connection
 from thor_dflash.serving.gateway import server_pool as fleet_module
 from thor_dflash.serving.gateway.server_pool import Member, ServerPool, _ActivePlan, _look_after
 
@@ -50,7 +50,7 @@ class Open:
         if not self.closed.is_set():
             self.asked.append(ask)
         await self.closed.wait()
-        raise retry.closed("here")
+        raise connection.client_closed("here")
         yield
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ from thor_dflash.serving.client import (
     Result,
     client,
 )
-from thor_dflash.serving.client.retry import Tries
+from thor_dflash.serving.client.retry import Attempts
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, Planner
 from thor_dflash.serving.protocol import messages as wire
@@ -348,7 +348,7 @@ def test_a_reply_that_came_before_the_connection_was_lost_is_read(
     line._endpoint, line._seen, line._lost = "inproc://x", zmq.EVENT_HANDSHAKE_SUCCEEDED, False
     line._socket = SimpleNamespace(recv_multipart=take)  # type: ignore[assignment]
     line._monitor = SimpleNamespace(poll=lambda _: look(events))  # type: ignore[assignment]
-    tries = Tries(Options(), wire.Simple(op="ping"))
+    tries = Attempts(Options(), wire.Simple(op="ping"))
     assert line.receive(tries) == b"the end"
     with pytest.raises(PlanError, match="lost"):
         line.receive(tries)
@@ -380,7 +380,7 @@ def test_replies_that_came_before_the_connection_was_lost_are_read_first() -> No
         return items
 
     *come, end = asyncio.run(heard())
-    assert [reply.type for _, reply in come] == ["a", "b"]
+    assert [reply.type for reply in come] == ["a", "b"]
     assert isinstance(end, PlanError)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.protocol import codec, groot, messages, validation
+from thor_dflash.serving.protocol import codec, errors, groot, messages, validation
 from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec, Head
 
 PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
@@ -148,7 +148,7 @@ BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
 def test_what_cannot_be_shown_is_still_told(body: bytes, message: str) -> None:
     error = refused(body)
     assert error.message.startswith(message)
-    assert JSON.encode(codec.error_reply(error, "a"))
+    assert JSON.encode(errors.error_reply(error, "a"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) 
     error = refused(body)
     assert error.message.startswith(shown)
     assert error.field == shown.partition(" ")[0]
-    assert JSON.encode(codec.error_reply(error, "a"))
+    assert JSON.encode(errors.error_reply(error, "a"))
 
 
 def test_no_escape_of_a_broken_body_costs_a_call() -> None:
@@ -277,7 +277,7 @@ def test_groot_requests_are_the_same_requests() -> None:
     request = groot.read(MSGPACK, body, head)
     assert isinstance(request, messages.PlanRequest)
     assert (request.prompt, request.token) == ("x", "secret")
-    assert groot.answer(codec.error_reply(PlanError("busy", "later"), "a")) == {
+    assert groot.answer(errors.error_reply(PlanError("busy", "later"), "a")) == {
         "error": "busy: later"
     }
     wrong = MSGPACK.encode({"endpoint": "plan", "data": {"promt": "x"}})

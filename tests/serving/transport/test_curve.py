@@ -16,7 +16,7 @@ from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.client import AsyncPlanner, Options, PlanError, PlanRequest, RemotePlanner
-from thor_dflash.serving.client.retry import Tries, fill
+from thor_dflash.serving.client.retry import Attempts, encode
 from thor_dflash.serving.gateway.app import listen_at
 from thor_dflash.serving.planner.schema_validator import Checker
 from thor_dflash.serving.transport import access, curve
@@ -180,8 +180,8 @@ def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_
     curve.keygen(tmp_path)
     keys = str(tmp_path) if locked else ""
     server = house.mock(curve=keys, max_message=2000)
-    options = Options(keys=keys, max_message=2000, retries=0)
-    prompt = "x" * (2000 - len(fill(PlanRequest(prompt="x" * 256), options).body) + 256)
+    options = Options(keys=keys, max_message=2000, reattempts=0)
+    prompt = "x" * (2000 - len(encode(PlanRequest(prompt="x" * 256), options).body) + 256)
     with RemotePlanner(server.endpoints[0], options) as planner:
         with pytest.raises(PlanError) as caught:
             planner.plan(PlanRequest(prompt=prompt + "x"))
@@ -196,18 +196,18 @@ def test_who_was_refused_does_not_ask_again(
 ) -> None:
     curve.keygen(tmp_path / "keys")
     endpoint = house.mock(curve=str(tmp_path / "keys")).endpoints[0]
-    options, ask = Options(timeout_s=0.5, retries=3), PlanRequest(prompt="x")
-    send, sent = Tries.send, list[Any]()
+    options, ask = Options(timeout_s=0.5, reattempts=3), PlanRequest(prompt="x")
+    send, sent = Attempts.send, list[Any]()
 
-    def counted(tries: Tries) -> Any:
-        sent.append(send(tries))
+    def counted(attempts: Attempts) -> Any:
+        sent.append(send(attempts))
         return sent[-1]
 
     async def work() -> None:
         async with AsyncPlanner(endpoint, options) as planner:
             await planner.plan(ask)
 
-    monkeypatch.setattr(Tries, "send", counted)
+    monkeypatch.setattr(Attempts, "send", counted)
     with pytest.raises(PlanError, match="CURVE"):
         if form == "asyncio":
             asyncio.run(work())

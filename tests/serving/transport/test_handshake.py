@@ -77,8 +77,8 @@ class Asyncio:
 
 class Plain(RemotePlanner):
     def seen(self) -> int:
-        self._line._drain()
-        return self._line._seen
+        self._control._drain()
+        return self._control._seen
 
 
 either = pytest.mark.parametrize("kind", [Plain, Asyncio])

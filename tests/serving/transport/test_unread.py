@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import zmq
 
-from thor_dflash.serving.client.retry import SOCKET_OPTIONS
+from thor_dflash.serving.client.connection import SOCKET_OPTIONS
 from thor_dflash.serving.transport.keepalive import KEEPALIVE, SILENT_S
 from thor_dflash.serving.transport.router_socket import ROUTER_OPTIONS
 

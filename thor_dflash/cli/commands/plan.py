@@ -27,12 +27,12 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
-        from thor_dflash.serving.client import Options, RemotePlanner, retry
+        from thor_dflash.serving.client import Options, RemotePlanner, connection
         from thor_dflash.serving.transport import access
 
     token = None if args.token_file is None else access.read_token(str(args.token_file))
     options = Options(keys="" if args.keys is None else str(args.keys), token=token)
-    retry.check(args.server, options, "--server")
+    connection.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
         ask = _ask(args)
         waiting = progress.task(f"waiting for {args.server}")

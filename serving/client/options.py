@@ -1,0 +1,47 @@
+"""The options of both clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.protocol.codec import MSGPACK, Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a client.
+
+    Raises:
+        ConfigError: a number in it is none, or is too small; names the field.
+    """
+
+    timeout_s: float = 5.0
+    """Longest wait for a control operation, and for a connection."""
+    plan_timeout_s: float = 120.0
+    """Longest wait for a plan without a deadline, for the next piece of its stream, or for a
+    prefix."""
+    retries: int = 3
+    """How often a request is sent again after `busy` or a lost connection. With 0 the client does
+    not wait for a server that is warming up, either."""
+    session: str = field(default_factory=lambda: uuid4().hex)
+    """Plans of one session replace each other, so a repeated request replaces the lost attempt."""
+    token: str | None = None
+    """The secret for requests that carry none."""
+    keys: str = ""
+    """Directory with client.secret, client.public and server.public; "" for no encryption."""
+    codec: Codec = MSGPACK
+    max_message: int = 1 << 20
+    """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
+    connection, and thereby cancel every other plan on it."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("timeout_s", self.timeout_s), ("plan_timeout_s", self.plan_timeout_s)):
+            if not (type(value) in (int, float) and value > 0):
+                raise ConfigError(f"{name} must be a number of seconds > 0 (got {value!r})")
+        for name, value, least in (
+            ("retries", self.retries, 0), ("max_message", self.max_message, 1),
+        ):  # fmt: skip
+            if not (type(value) is int and value >= least):
+                raise ConfigError(f"{name} must be an integer >= {least} (got {value!r})")
