@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.strict_records import WORDS, nearest, show
+from thor_dflash.core.message_text import nearest, show
+from thor_dflash.core.strict_records import WORDS
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
 
