@@ -61,7 +61,7 @@ def test_a_package_for_cuda_holds_programs_and_no_onnx(package: Path) -> None:
     }
 
 
-def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
+def test_every_operator_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
     config = BuildConfig(engine="cuda", chunk=128, capacity=512)
     plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
     for graph, program in zip(plan.graphs, plan.programs, strict=True):
@@ -72,7 +72,7 @@ def test_every_room_call_of_the_graph_is_a_step_in_order(package: Path) -> None:
 
 
 def test_values_are_written_before_they_are_read(package: Path) -> None:
-    outputs = {"rows", "y", "tokens"}  # of the standard names, whose contracts have no ports
+    outputs = {"rows", "y", "tokens"}  # of the standard operators, whose contracts have no ports
     outputs |= {"y0_slabs", "y0_squares"}  # of any operator, added to its contract
     for program in programs(package):
         known = {*program.inputs, *program.weights}
@@ -251,7 +251,7 @@ def test_standard_nodes_that_no_kernel_takes_are_refused(
     assert re.search(message, rule.refuse(CallSite(rule.op, Attributes({}), shaped)))
 
 
-def test_rows_of_a_weight_are_not_said_to_be_set_by_a_key(tmp_path: Path) -> None:
+def test_rows_of_a_weight_are_set_by_no_key(tmp_path: Path) -> None:
     geometry = replace(GEOMETRIES["heads27b"], value_heads=2, intermediate=97)
     write_target(tmp_path, geometry, 0)
     with pytest.raises(ConfigError, match=r"weight\d must have a multiple of 2 rows \(got 97\)\)$"):
@@ -302,6 +302,7 @@ def test_a_torn_program_is_refused(package: Path, tmp_path: Path) -> None:
         read(tmp_path, "verify")
 
 
+@pytest.mark.slow
 def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     made = write_synthetic("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"), (1, 32))
     assert manifest.read(tmp_path) == made
@@ -318,6 +319,7 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
         assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
 
 
+@pytest.mark.slow
 def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_path: Path) -> None:
     config = BuildConfig(engine="cuda", chunk=2048, chunks=(2048,))
     for name in ("whole", "apart"):

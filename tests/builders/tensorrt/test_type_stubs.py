@@ -19,6 +19,8 @@ import pytest
 from stand_ins import trt_recorder as recorder
 from stand_ins import trt_stubs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PACKAGES = (
     "thor_dflash.builders.tensorrt",

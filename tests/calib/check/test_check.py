@@ -33,12 +33,10 @@ from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Step
-from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins import OPS
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.onnxruntime_import import ort
@@ -147,7 +145,7 @@ def test_an_observe_step_is_walked_with_the_taps_of_a_prefill_step_of_its_size()
             assert np.abs(taps[:5]).max(axis=1).all()
 
 
-@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_rounding_is_no_fault(kv: str) -> None:
     report = checked(directory(session(kv=kv, dialect="modelopt")), None)  # type: ignore[arg-type]
     assert report.right, [walk.wrong for walk in report.walks]
@@ -301,34 +299,45 @@ def test_what_does_not_belong_together_is_refused(
 # ---- programs, on an engine that needs no device
 
 
-@pytest.fixture(scope="module")
-def nano(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Manifest]:
-    """planner-nano's packages for CUDA and for ONNX Runtime, and the latter's manifest."""
-    root = tmp_path_factory.mktemp("nano")
+def built(root: Path, engine: str) -> Path:
     options = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": 512}
-    for engine in ("cuda", "ort"):
-        config = BuildConfig(engine=engine, **options)  # type: ignore[arg-type]
-        made = build(NANO / "target", NANO / "drafter", root / engine, config, Silent())
-    return root / "cuda", root / "ort", made
+    config = BuildConfig(engine=engine, **options)  # type: ignore[arg-type]
+    build(NANO / "target", NANO / "drafter", root / engine, config, Silent())
+    return root / engine
 
 
-def stepped(nano: tuple[Path, Path, Manifest], engine: Stepping) -> CheckReport:
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """planner-nano's package for CUDA."""
+    return built(tmp_path_factory.mktemp("nano"), "cuda")
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """planner-nano's package for ONNX Runtime, of the same types."""
+    return built(tmp_path_factory.mktemp("nano"), "ort")
+
+
+def opened(engine: Stepping) -> tuple[Session, tuple[int, ...]]:
+    """Returns a session on an engine without a device, and tokens for it."""
+    made = manifest.read(engine.package)
+    tokens = prompt(20, vocab=made.vocab_limit)
+    return Session(ModelRunner(engine, made, 512, made.block, (64,)), None), tokens
+
+
+def stepped(graphs: Path, engine: Stepping) -> CheckReport:
     """Compare the CUDA package, on an engine without a device, with the one for ONNX Runtime."""
-    package, graphs, made = nano
-    model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
-    show = CudaTracer(engine)
+    session, tokens = opened(engine)
     with closing(open_session(graphs, THREAD, Silent())) as other:
-        tokens = prompt(20, vocab=made.vocab_limit)
         golden = make(other, None, tokens, Silent())
         reference = Reference(golden, other, tracer(other, graphs))
-        return compare(Session(model, None), show, reference, tokens, "auto", None, Silent())
+        return compare(session, CudaTracer(engine), reference, tokens, "auto", None, Silent())
 
 
-def test_operators_have_their_tolerance_and_standard_nodes_none(
-    good: Path, nano: tuple[Path, Path, Manifest]
-) -> None:
+@pytest.mark.slow
+def test_operators_have_their_tolerance_and_standard_nodes_none(good: Path, graphs: Path) -> None:
     tolerances = {op.name: op.rtol for op in OPS}
-    for package, least in ((good, 0.0), (nano[1], 2.0**-8)):  # rows are float32, bfloat16
+    for package, least in ((good, 0.0), (graphs, 2.0**-8)):  # rows are float32, bfloat16
         with closing(open_session(package, THREAD, Silent())) as s:
             show = tracer(s, package)
             assert show
@@ -337,17 +346,16 @@ def test_operators_have_their_tolerance_and_standard_nodes_none(
                 assert step.tolerance == meant, step.step
 
 
+@pytest.mark.slow
 def test_programs_whose_steps_are_right_are_the_same_as_their_graphs(
-    nano: tuple[Path, Path, Manifest],
+    cuda: Path, graphs: Path
 ) -> None:
-    package, _, made = nano
-    engine = Stepping(package)
-    model = ModelRunner(engine, manifest.read(package), 512, made.block, (64,))
-    tokens = prompt(20, vocab=made.vocab_limit)
-    alone = compare(Session(model, None), CudaTracer(engine), None, tokens, "all", None, Silent())
+    engine = Stepping(cuda)
+    session, tokens = opened(engine)
+    alone = compare(session, CudaTracer(engine), None, tokens, "all", None, Silent())
     assert alone.right, alone
     assert {walk.graph for walk in alone.walks} == set(engine.programs) - {"accept_masked"}
-    together = stepped(nano, Stepping(package))
+    together = stepped(graphs, Stepping(cuda))
     assert together.right, together.logits
 
 
@@ -363,19 +371,14 @@ def spoiled(name: str, port: str) -> Spoil:
     ("step", "port"),
     [
         ("layers.1.mlp.gate_up", "y0"),
-        ("layers.2.linear_attn", "next_record_d"),
-        ("layers.3.self_attn", "o"),
+        pytest.param("layers.2.linear_attn", "next_record_d", marks=pytest.mark.slow),
+        pytest.param("layers.3.self_attn", "o", marks=pytest.mark.slow),
     ],
 )
-def test_a_wrong_step_of_a_program_is_named(
-    nano: tuple[Path, Path, Manifest], step: str, port: str
-) -> None:
-    engine = Stepping(nano[0], spoiled(step, port))
-    model = ModelRunner(engine, manifest.read(nano[0]), 512, nano[2].block, (64,))
-    tokens = prompt(20, vocab=nano[2].vocab_limit)
-    wrong = walk(
-        Session(model, None), CudaTracer(engine), "verify", tokens, 0, {}, 1.0, Silent()
-    ).wrong
+def test_a_wrong_step_of_a_program_is_named(cuda: Path, step: str, port: str) -> None:
+    engine = Stepping(cuda, spoiled(step, port))
+    session, tokens = opened(engine)
+    wrong = walk(session, CudaTracer(engine), "verify", tokens, 0, {}, 1.0, Silent()).wrong
     assert wrong
     assert (wrong.step, wrong.output) == (step, port)
     assert wrong.error == pytest.approx(0.5, abs=0.02) or np.isinf(wrong.error)
@@ -390,8 +393,9 @@ class Mispacked(Stepping):
         return np.zeros_like(found) if spoiled else found
 
 
-def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifest]) -> None:
-    report = stepped(nano, Mispacked(nano[0]))
+@pytest.mark.slow
+def test_a_weight_that_was_packed_wrong_is_named(cuda: Path, graphs: Path) -> None:
+    report = stepped(graphs, Mispacked(cuda))
     assert not report.right
     [only] = report.walks
     assert only.wrong is None
@@ -399,8 +403,6 @@ def test_a_weight_that_was_packed_wrong_is_named(nano: tuple[Path, Path, Manifes
     assert only.parts.step == "layers.1.mlp.down_proj"
 
 
-def test_a_graph_reference_needs_graphs(nano: tuple[Path, Path, Manifest]) -> None:
-    from thor_dflash.cli.commands import check
-
-    with pytest.raises(RequestError, match="build the same checkpoints with --engine ort"):
-        check._check_reference("ort", manifest.read(nano[0]))
+def test_a_graph_reference_needs_graphs(cuda: Path) -> None:
+    args = ["check", "--package", str(cuda), "--reference", str(cuda)]
+    assert main.main(args) == 2
