@@ -1,7 +1,6 @@
 """What a grammar costs and gives: held-out tasks planned free, masked, and masked with forced ids.
 
-    python -m thor_dflash.calib.studies.grammar_quality PACKAGE HELDOUT.jsonl \\
-        [--count 120] [--plain 12]
+    python -m thor_dflash.calib.studies.grammar_quality PACKAGE [--count 120] [--plain 12]
 
 Prints a table. `--plain` of the tasks are decoded without a drafter too, and must come out the
 same.
@@ -9,13 +8,11 @@ same.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 from thor_dflash.calib.planbench import Task, judge
@@ -25,17 +22,11 @@ from thor_dflash.calib.planbench.skills import skills_of
 from thor_dflash.calib.studies import script
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.block import Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
-from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, Place
-from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
+from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
 from thor_dflash.serving.planner.schema_validator import Checker
-
-MAX_TOKENS = 512
-"""Of a plan, its thinking included: the longest canonical ones have 400."""
 
 
 @dataclass(slots=True)
@@ -102,28 +93,14 @@ def _plan(
     session: Session, task: Task, arm: Arm, proposer: Proposer
 ) -> tuple[tuple[int, ...], str, tuple[Constrain, ...]]:
     """The tokens, the text of the answer, and the policies that had a say."""
-    text = script.text_of(session)
-    messages = [{"role": role, "content": content} for role, content in task.messages]
-    prompt = tuple(text.encode(text.render(messages, thinking=True)))
-    stop = frozenset(session.manifest.stop_tokens)
-    request = Request(prompt=prompt, max_tokens=MAX_TOKENS, stop=stop)
-    schema = schema_of(task.scene)
+    request = script.request_of(session, task)
     policies: tuple[Constrain, ...] = ()
     if arm.force is not None:
-        policies = (_constrain(session.grammar(schema), arm),)
-    tokens = _tokens(session, request, proposer, policies)
-    return tokens, _answer(text, prompt, tokens), policies
-
-
-def _constrain(grammar: Grammar, arm: Arm) -> Constrain:
-    arm.compile_ms.append(grammar.compile_ms)
-    return Constrain(grammar, Place(thinking=True), force=bool(arm.force))
-
-
-def _tokens(
-    session: Session, request: Request, proposer: Proposer, policies: Sequence[Policy]
-) -> tuple[int, ...]:
-    return tuple(t for c in session.run(request, proposer, tuple(policies)) for t in c.tokens)
+        grammar = session.grammar(schema_of(task.scene))
+        arm.compile_ms.append(grammar.compile_ms)
+        policies = (Constrain(grammar, Place(thinking=True), force=arm.force),)
+    tokens = script.tokens_of(session.run(request, proposer, policies))
+    return tokens, script.answer_of(session, request.prompt, tokens), policies
 
 
 def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
@@ -138,13 +115,6 @@ def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
     arm.seconds += [policy.seconds / report.spec.cycles for policy in policies]
 
 
-def _answer(text: Tokenizer, prompt: tuple[int, ...], tokens: Sequence[int]) -> str:
-    answer = Answer(text, prompt)
-    answer.feed(tokens)
-    answer.end()
-    return answer.text()
-
-
 def _obeys(schema: Schema, answer: str) -> bool:
     try:
         return Checker(schema).valid(json.loads(answer))
@@ -154,15 +124,11 @@ def _obeys(schema: Schema, answer: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("package", type=Path)
-    parser.add_argument("heldout", type=Path)
+    parser = script.parser(__doc__)
     parser.add_argument("--count", type=script.count, default=120)
     parser.add_argument("--plain", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     args = parser.parse_args(argv)
-    tasks = script.read_tasks(args.heldout, args.count)
+    tasks = script.tasks(args.count)
     session = open_session(args.package, EngineConfig(threads=args.threads), Silent())
     arms = [Arm("free", None), Arm("masks", False), Arm("masks and forced ids", True)]
     plain, same, begin = Arm("plain, forced ids", True), 0, time.perf_counter()

@@ -5,7 +5,6 @@ python -m thor_dflash.calib.studies.heldout --package build/planner-nano
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -13,18 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from thor_dflash.calib.demo import MODEL
-from thor_dflash.calib.planbench import FAMILIES, Task, judge, task_from_line
+from thor_dflash.calib.planbench import FAMILIES, Task, judge
 from thor_dflash.calib.studies import script
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.measure.profile import PROMPT
-from thor_dflash.runtime.session import Request, RequestReport, Session, open_session
-from thor_dflash.runtime.text.tokenizer import Answer
-
-MAX_TOKENS = 512
-"""No held-out answer of a working planner is as long, tokens."""
+from thor_dflash.runtime.session import RequestReport, Session, open_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +39,21 @@ class TaskResult:
         return not self.reason
 
 
-def tasks(limit: int | None = None) -> list[Task]:
-    """The committed held-out tasks, families taking turns."""
-    lines = (MODEL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [task_from_line(line) for line in lines[:limit]]
-
-
 def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> TaskResult:
     """Plan one task with the drafter; and without, to compare.
 
     Raises:
         AssertionError: both ways did not give the same tokens.
     """
-    text = script.text_of(session)
-    messages = [{"role": role, "content": content} for role, content in task.messages]
-    prompt = tuple(text.encode(text.render(messages, thinking)))
-    stop = frozenset(session.manifest.stop_tokens)
-    request = Request(prompt=prompt, max_tokens=MAX_TOKENS, stop=stop)
-    tokens = tuple(t for chunk in session.generate(request) for t in chunk.tokens)
+    request = script.request_of(session, task, thinking=thinking)
+    tokens = script.tokens_of(session.generate(request))
     report, other = session.report(), None
     if plain:
-        same = tuple(t for chunk in session.run(request, NoDrafter()) for t in chunk.tokens)
+        same = script.tokens_of(session.run(request, NoDrafter()))
         assert same == tokens, f"{task.name}: speculation changed the answer"
         other = session.report()
-    answer = Answer(text, prompt)
-    answer.feed(tokens)
-    answer.end()
-    return TaskResult(task, tokens, judge(task, answer.text()).reason, report, other)
+    answer = script.answer_of(session, request.prompt, tokens)
+    return TaskResult(task, tokens, judge(task, answer).reason, report, other)
 
 
 def accept_length(results: Iterable[TaskResult]) -> float:
@@ -125,7 +107,7 @@ def _phases(results: Sequence[TaskResult]) -> script.Table:
 def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[TaskResult]:
     """Plan the held-out tasks both ways."""
     with closing(open_session(package, EngineConfig(), progress)) as session:
-        todo = tasks(limit)
+        todo = script.tasks(limit)
         results: list[TaskResult] = []
         with progress.task("planning", len(todo), "tasks") as task:
             for item in todo:
@@ -136,11 +118,10 @@ def run(package: Path, limit: int | None, thinking: bool, progress: Progress) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of docs/performance."""
-    parser = argparse.ArgumentParser(description="planner-nano on its held-out tasks")
+    parser = script.parser(__doc__, package=False)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--limit", type=script.count, help="first so many tasks")
     parser.add_argument("--thinking", choices=("on", "off"), default="on")
-    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     args = parser.parse_args(argv)
     results = run(args.package, args.limit, args.thinking == "on", choose(sys.stderr))
     hist = [sum(c) for c in zip(*(r.report.spec.accept_hist for r in results), strict=True)]

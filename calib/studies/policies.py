@@ -24,7 +24,6 @@ from typing import Literal
 from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
-from thor_dflash.calib.studies.heldout import tasks
 from thor_dflash.calib.studies.noise_drafter import NoiseDrafter
 from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.build import BuildConfig
@@ -42,10 +41,7 @@ from thor_dflash.runtime.decoding.telemetry import PhaseTotals
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 from thor_dflash.runtime.session import Request, RequestReport, Session, TokenChunk, open_session
 from thor_dflash.runtime.text.thinking import Thinking
-from thor_dflash.runtime.text.tokenizer import Answer
 
-MAX_TOKENS = 512
-"""No held-out answer of a working planner is as long, tokens."""
 WIDTHS = (4, 8)
 CLOCK = time.process_time
 GATED, ROUNDS = 300, 3
@@ -99,19 +95,12 @@ class StudyPackages:
     @property
     def tasks(self) -> list[Task]:
         """Held-out tasks, families taking turns."""
-        return tasks(self.count)
+        return script.tasks(self.count)
 
     def close(self) -> None:
         """Free every engine."""
         for session in self._open.values():
             session.close()
-
-
-def prompt_of(session: Session, task: Task) -> tuple[int, ...]:
-    """The task as a prompt that thinks."""
-    assert session.tokenizer is not None
-    messages = [{"role": role, "content": content} for role, content in task.messages]
-    return tuple(session.tokenizer.encode(session.tokenizer.render(messages, True)))
 
 
 def ask(
@@ -123,21 +112,11 @@ def ask(
     draft: DraftConfig = NO_DRAFT_LIMITS,
 ) -> PolicyRun:
     """Plan one task and judge the plan."""
-    prompt = prompt_of(session, task)
-    request = Request(
-        prompt=prompt,
-        max_tokens=MAX_TOKENS,
-        stop=frozenset(session.manifest.stop_tokens),
-        budget=budget,
-        relaxed=relaxed,
-        draft=draft,
-    )
-    ran = run(session, prompt, session.generate(request))
-    assert session.tokenizer is not None
-    answer = Answer(session.tokenizer, prompt)
-    answer.feed(ran.tokens)
-    answer.end()
-    return replace(ran, valid=judge(task, answer.text()).valid)
+    request = script.request_of(session, task)
+    request = replace(request, budget=budget, relaxed=relaxed, draft=draft)
+    ran = run(session, request.prompt, session.generate(request))
+    answer = script.answer_of(session, request.prompt, ran.tokens)
+    return replace(ran, valid=judge(task, answer).valid)
 
 
 def run(session: Session, prompt: Sequence[int], chunks: Iterator[TokenChunk]) -> PolicyRun:
@@ -235,15 +214,14 @@ def _pace(runs: Sequence[PolicyRun]) -> float:
 def _texts(
     session: Session, bench: StudyPackages
 ) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
-    assert session.tokenizer is not None
     rng = Random(5)
     noise = tuple(rng.randrange(session.manifest.vocab_limit) for _ in range(120))
-    again = tuple(session.tokenizer.encode("the cup is on the table. " * 12))
+    again = tuple(script.tokenizer_of(session).encode("the cup is on the table. " * 12))
     yield "random tokens", noise, DflashDrafter()
     yield "verbatim repetition", again, DflashDrafter()
-    yield "noise for drafts", prompt_of(session, bench.tasks[0]), NoiseDrafter()
+    yield "noise for drafts", script.request_of(session, bench.tasks[0]).prompt, NoiseDrafter()
     for task in bench.tasks[:3]:
-        yield f"ordinary, {task.family}", prompt_of(session, task), DflashDrafter()
+        yield f"ordinary, {task.family}", script.request_of(session, task).prompt, DflashDrafter()
 
 
 def gates(bench: StudyPackages) -> Iterator[script.Table]:
@@ -314,7 +292,7 @@ def _replay(session: Session, task: Task, run: PolicyRun) -> tuple[float, float]
         return [*truth[len(tokens) : len(tokens) + 5], 0]
 
     replay = Replay(session, guess)
-    prompt = prompt_of(session, task)
+    prompt = script.request_of(session, task).prompt
     start = CLOCK()
     replay.answer(prompt, 0)
     prefilled = CLOCK()

@@ -1,4 +1,4 @@
-"""How the measuring scripts are called and end: what their caller can put right is one line."""
+"""What the measuring scripts share: arguments, tasks, requests, tables, and errors as one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import Task, task_from_line
 from thor_dflash.core.errors import RequestError, ThorError
 from thor_dflash.core.progress import print_line
-from thor_dflash.runtime.session import Session
-from thor_dflash.runtime.text.tokenizer import Tokenizer
+from thor_dflash.runtime.session import Request, Session, TokenChunk
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
+
+MAX_TOKENS = 512
+"""No held-out answer of a working planner is as long, thinking included, tokens."""
 
 
 def run(main: Callable[[], None]) -> int:
@@ -38,7 +42,23 @@ def count(text: str) -> int:
     return int(text)
 
 
-def text_of(session: Session) -> Tokenizer:
+def parser(description: str | None, *, package: bool = True) -> argparse.ArgumentParser:
+    """The arguments of all scripts."""
+    made = argparse.ArgumentParser(description=description)
+    if package:
+        made.add_argument("package", type=Path)
+        made.add_argument("--threads", type=count, default=1)
+    made.add_argument("--json", action="store_true", help="print the tables as JSON")
+    return made
+
+
+def tasks(limit: int | None = None) -> list[Task]:
+    """The committed held-out tasks, families taking turns."""
+    lines = (MODEL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [task_from_line(line) for line in lines[:limit]]
+
+
+def tokenizer_of(session: Session) -> Tokenizer:
     """The tokenizer and chat template of a session's package.
 
     Raises:
@@ -47,6 +67,30 @@ def text_of(session: Session) -> Tokenizer:
     if session.tokenizer is None:
         raise RequestError("the package must have a tokenizer.json (got one without)")
     return session.tokenizer
+
+
+def request_of(
+    session: Session, task: Task, *, thinking: bool = True, most: int = MAX_TOKENS
+) -> Request:
+    """A task as a request, for at most so many tokens."""
+    text = tokenizer_of(session)
+    messages = [{"role": role, "content": content} for role, content in task.messages]
+    prompt = tuple(text.encode(text.render(messages, thinking)))
+    stop = frozenset(session.manifest.stop_tokens)
+    return Request(prompt=prompt, max_tokens=most, stop=stop)
+
+
+def tokens_of(chunks: Iterable[TokenChunk]) -> tuple[int, ...]:
+    """All tokens of an answer."""
+    return tuple(token for chunk in chunks for token in chunk.tokens)
+
+
+def answer_of(session: Session, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of an answer, without its thinking."""
+    answer = Answer(tokenizer_of(session), prompt)
+    answer.feed(tokens)
+    answer.end()
+    return answer.text()
 
 
 Table = Sequence[Sequence[object]]
@@ -63,21 +107,3 @@ def show(tables: Iterable[tuple[str, Table]], *, as_json: bool) -> None:
         for row in (head, ["---"] * len(head), *rows):
             cells = (f"{c:.2f}" if isinstance(c, float) else str(c) for c in row)
             print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def read_tasks(path: Path, most: int) -> list[Task]:
-    """The first tasks of a file that holds one a line.
-
-    Raises:
-        RequestError: it cannot be read, or holds something else.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()[:most]
-        found = [task_from_line(line) for line in lines]
-    except OSError as e:
-        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise RequestError(f"{path} must hold a task a line (got: {e!r})") from e
-    if not found:
-        raise RequestError(f"{path} must hold a task a line (got an empty file)")
-    return found

@@ -15,13 +15,13 @@ import pytest
 from thor_dflash.builders.build import build
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import FAMILIES, Task
+from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.heldout import (
     TaskResult,
     _phases,
     accept_length,
     plan,
     speed_up,
-    tasks,
 )
 from thor_dflash.calib.studies.policies import PolicyRun, _pace, faster, length_of, speed, valid
 from thor_dflash.config.build import BuildConfig
@@ -47,7 +47,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 @pytest.fixture(scope="module", params=["short", pytest.param("many", marks=pytest.mark.slow)])
 def results(session: Session, request: pytest.FixtureRequest) -> list[TaskResult]:
     # Plain decoding takes a cycle for every token: it answers only the shortest tasks.
-    some = tasks(TASKS)
+    some = script.tasks(TASKS)
     short = {task.family: task for task in sorted(some, key=length, reverse=True)}
     if request.param == "short":
         least = min(short.values(), key=length)
