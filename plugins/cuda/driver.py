@@ -81,6 +81,9 @@ class DeviceInfo:
     driver: int
     """CUDA version of the driver: 13000 is 13.0."""
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.device.multiprocessors} SMs, driver {self.driver}"
+
 
 class DriverCalls:
     """Calls the driver's functions in the current context, and checks and explains their errors."""

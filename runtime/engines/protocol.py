@@ -37,9 +37,9 @@ class Graph(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One execution of a graph.
+    """One execution of a graph. Equal only to itself, so that engines can keep state by call.
 
     An output may be bound to a tensor that is also an input: the call reads the old value, and the
     tensor holds the new value once the call has succeeded.

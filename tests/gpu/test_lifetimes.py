@@ -61,7 +61,7 @@ def test_a_finaliser_in_a_capture_of_its_own_engine_does_not_disturb_it(
 ) -> None:
     left, engine = abandoned(session), session.model.engine
     done = in_a_capture(monkeypatch, left.close)
-    assert engine._runs.left  # type: ignore[attr-defined]
+    assert engine.replay.times.left  # type: ignore[attr-defined]
     engine.run([session.model.call("verify")])  # never run alone before
     assert done
     plain = answer(session, request(session, 1), NoDrafter())
@@ -74,7 +74,7 @@ def test_a_finaliser_of_another_engine_in_a_capture_does_not_disturb_it(
     with closing(open_session(made, EngineConfig(), Silent())) as other:
         left = abandoned(other)
         done = in_a_capture(monkeypatch, left.close)
-        assert other.model.engine._runs.left  # type: ignore[attr-defined]
+        assert other.model.engine.replay.times.left  # type: ignore[attr-defined]
         found = answer(session, request(session, 1), DflashDrafter())
         assert done
         assert other.report().finish == "cancelled"

@@ -16,10 +16,11 @@ def poison(patch: pytest.MonkeyPatch) -> None:
     place = CudaEngine._place
 
     def poisoned(engine: CudaEngine, base: int, found: Offsets) -> None:
-        engine.driver("cuMemsetD8", base, 0xFF, engine._arena.nbytes)
-        engine.driver("cuMemsetD8", base + found.page, 0, engine._page.bytes.nbytes)
-        for counters in found.zeroed.values():
-            engine.driver("cuMemsetD8", base + counters, 0, ALIGNMENT)
+        engine.driver("cuMemsetD8", base, 0xFF, engine.tensors.arena.nbytes)
+        engine.driver("cuMemsetD8", base + found.page, 0, engine.tensors.page.bytes.nbytes)
+        launches = (one for bound in engine.replay.bound.values() for one in bound.launches)
+        for offset in {at for one in launches for at in one.counters.values()}:
+            engine.driver("cuMemsetD8", base + offset, 0, ALIGNMENT)
         place(engine, base, found)
 
     patch.setattr(CudaEngine, "_place", poisoned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,22 +24,20 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.registry import KERNELS
+from thor_dflash.runtime.engines.cuda.graph_capture import HostCopy
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 
 @dataclass(slots=True, eq=False)
 class DoubleBuffer:
-    """Which of two places (double buffers) holds the current values of some tensors. The tensors of
-    a turn switch together.
-    """
+    """Which of two places holds the current values of some tensors. They switch together."""
 
     current: int = 0
     distance: int = 0
-    """Bytes from the first place to the second, the same for all of them."""
+    """Bytes from the first place to the second, the same for all of the tensors."""
     control: int = -1
-    """Offset in the control page of the word that tells kernels the place: an int64, 0 or the
-    distance. -1: there is none, and a capture is valid only for the places at capture time.
-    """
+    """Offset in the control page of the word from which kernels read the place: an int64, 0 or the
+    distance. -1: there is none, and a capture is valid only for the places at capture time."""
     word: int = 0
     """Device address of that word."""
 
@@ -51,20 +49,26 @@ class CudaTensor:
     spec: TensorSpec
     places: list[int] = field(default_factory=list[int])
     """Device addresses; empty until the engine has placed it."""
-    turn: DoubleBuffer | None = None
+    buffer: DoubleBuffer | None = None
     """Set if there are two places."""
     control: int = -1
     """Offset in the control page, which holds the small tensors; -1: not in it."""
+    written: bool = False
+    """Whether a call writes it, as opposed to the host alone."""
+    read: bool = False
+    """Whether a call reads it."""
+    readback: HostCopy | None = None
+    """Its copy to the host, if it is small, calls write it and none reads it."""
 
     @property
     def now(self) -> int:
         """Address of the current value."""
-        return self.places[self.turn.current if self.turn else 0]
+        return self.places[self.buffer.current if self.buffer else 0]
 
     @property
     def next(self) -> int:
         """Address that the next value is written to."""
-        return self.places[1 - self.turn.current if self.turn else 0]
+        return self.places[1 - self.buffer.current if self.buffer else 0]
 
 
 def cuda(tensor: Tensor) -> CudaTensor:
@@ -73,8 +77,53 @@ def cuda(tensor: Tensor) -> CudaTensor:
     return tensor
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class BoundCall:
+    """A call and what an engine keeps for it."""
+
+    call: Call
+    touched: list[DoubleBuffer] = field(default_factory=list[DoubleBuffer])
+    """The double buffers of its tensors."""
+    swapped: list[DoubleBuffer] = field(default_factory=list[DoubleBuffer])
+    """Those that it updates: they switch when the call has run."""
+
+    @property
+    def outputs(self) -> Iterator[CudaTensor]:
+        """The tensors of its outputs."""
+        return map(cuda, self.call.outputs.values())
+
+    @property
+    def tensors(self) -> Iterator[CudaTensor]:
+        """Its inputs, then its outputs."""
+        return map(cuda, (*self.call.inputs.values(), *self.call.outputs.values()))
+
+    def updated(self, in_place: Collection[str]) -> list[CudaTensor]:
+        """The tensors that it reads and updates, without those in the outputs `in_place`. Also
+        notes which tensors it reads and writes.
+        """
+        for tensor in self.call.inputs.values():
+            cuda(tensor).read = True
+        for tensor in self.call.outputs.values():
+            cuda(tensor).written = True
+        inputs = {cuda(tensor) for tensor in self.call.inputs.values()}
+        outputs = ((name, cuda(tensor)) for name, tensor in self.call.outputs.items())
+        return [t for name, t in outputs if t in inputs and name not in in_place]
+
+    def swap(self) -> None:
+        """Switch the double buffers that the call updates."""
+        for buffer in self.swapped:
+            buffer.current = 1 - buffer.current
+
+    def where(self, name: str) -> int:
+        """Address of an input or output."""
+        if name not in self.call.outputs:
+            return cuda(self.call.inputs[name]).now
+        tensor = cuda(self.call.outputs[name])
+        return tensor.next if tensor.buffer in self.swapped else tensor.now
+
+
 @dataclass(slots=True, eq=False)
-class Planned:
+class BoundLaunch:
     """One launch of one step."""
 
     step: Step
@@ -82,21 +131,20 @@ class Planned:
     source: Path
     scratch: dict[str, int]
     """Name of a Scratch argument -> offset in the step's working memory."""
+    counters: dict[str, int]
+    """Name of a zeroed Scratch argument -> offset in the arena; shared by the step's launches."""
 
 
-@dataclass(slots=True, eq=False)
-class Bound:
-    """A call with all its launches."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class BoundProgram(BoundCall):
+    """A call of a program, with all its launches."""
 
-    call: Call
     program: Program
-    planned: list[Planned]
+    launches: list[BoundLaunch]
     working: int
     """Bytes of scratch memory that lasts for one step."""
     packed: Mapping[str, CallSite]
     """Packed weight -> the call that reads it."""
-    turns: list[DoubleBuffer] = field(default_factory=list[DoubleBuffer])
-    """The turns that change when the call has run."""
 
 
 def in_place(program: Program) -> frozenset[str]:
@@ -109,7 +157,7 @@ def in_place(program: Program) -> frozenset[str]:
     )
 
 
-def bind(call: Call, program: Program, device: Device) -> Bound:
+def bind(call: Call, program: Program, device: Device) -> BoundProgram:
     """Decide the launches of a call.
 
     Raises:
@@ -124,7 +172,7 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
         for step, site in zip(program.steps, sites, strict=True)
         if "packed" in step.ports
     }
-    planned: list[Planned] = []
+    bound: list[BoundLaunch] = []
     most = 0
     for step, alone in zip(program.steps, sites, strict=True):
         rule = KERNELS[step.op]
@@ -138,9 +186,10 @@ def bind(call: Call, program: Program, device: Device) -> Bound:
                 f"{device.shared} bytes on this device (got {shared})"
             )
         offsets, size = working(launches)
-        planned += [Planned(step, one, rule.source(one), offsets) for one in launches]
+        counters: dict[str, int] = {}
+        bound += [BoundLaunch(step, one, rule.source(one), offsets, counters) for one in launches]
         most = max(most, size)
-    return Bound(call, program, planned, most, packed)
+    return BoundProgram(call=call, program=program, launches=bound, working=most, packed=packed)
 
 
 def _site(step: Step, shapes: Mapping[str, Shaped]) -> CallSite:
@@ -161,18 +210,18 @@ def _shapes(call: Call, program: Program) -> dict[str, Shaped]:
 class Places:
     """Device addresses of what the calls share."""
 
+    arena: int
+    """Base of all memory."""
     weights: Mapping[str, int]
     values: int
     """Base of the intermediate values of a call."""
     working: int
     """Base of scratch memory that lasts for one step."""
-    zeroed: Mapping[tuple[int, str], int]
-    """id of the step and name of the argument -> address."""
     tables: dict[bytes, int]
     """Content -> address."""
 
 
-def address(bound: Bound, step: Step, port: str, places: Places) -> int:
+def address(bound: BoundProgram, step: Step, port: str, places: Places) -> int:
     """Device address of a step's port; 0 if the step leaves it out."""
     name = step.ports.get(port)
     if name is None:
@@ -181,24 +230,18 @@ def address(bound: Bound, step: Step, port: str, places: Places) -> int:
         return places.weights[name]
     if name in bound.program.values:
         return places.values + bound.program.values[name].offset
-    return where(bound.call, name, bound.turns)
+    return bound.where(name)
 
 
-def where(call: Call, name: str, turns: Collection[DoubleBuffer]) -> int:
-    """Address of an input or output of a call that changes `turns` when it has run."""
-    if name not in call.outputs:
-        return cuda(call.inputs[name]).now
-    tensor = cuda(call.outputs[name])
-    return tensor.next if tensor.turn in turns else tensor.now
-
-
-def table(bound: Bound, planned: Planned, argument: Table | PointerTable, places: Places) -> bytes:
+def table(
+    bound: BoundProgram, one: BoundLaunch, argument: Table | PointerTable, places: Places
+) -> bytes:
     """The content of a table argument."""
-    return content(argument, lambda port: address(bound, planned.step, port, places))
+    return content(argument, lambda port: address(bound, one.step, port, places))
 
 
 def arguments(
-    bound: Bound, planned: Planned, places: Places, left_out: Collection[str] = ()
+    bound: BoundProgram, one: BoundLaunch, places: Places, left_out: Collection[str] = ()
 ) -> Arguments:
     """The arguments of one launch, with null pointers for the ports `left_out`. Its tables must
     already be in device memory.
@@ -206,48 +249,48 @@ def arguments(
 
     def scratch(wanted: Scratch) -> int:
         if wanted.zeroed:
-            return places.zeroed[id(planned.step), wanted.name]
-        return places.working + planned.scratch[wanted.name]
+            return places.arena + one.counters[wanted.name]
+        return places.working + one.scratch[wanted.name]
 
     return values(
-        planned.launch,
-        lambda port: 0 if port in left_out else address(bound, planned.step, port, places),
+        one.launch,
+        lambda port: 0 if port in left_out else address(bound, one.step, port, places),
         places.tables.__getitem__,
         scratch,
-        lambda wanted: _word(bound, planned, wanted),
+        lambda wanted: _offset_word(bound, one, wanted),
     )
 
 
-def _word(bound: Bound, planned: Planned, wanted: BufferOffset) -> int:
-    """Address of the word that tells the place of some ports' values; 0 if they have one place."""
-    found = {turn.word for port in wanted.ports if (turn := _turn(bound, planned.step, port))}
+def _offset_word(bound: BoundProgram, one: BoundLaunch, wanted: BufferOffset) -> int:
+    """Address of the word with the place of some ports' values; 0 if they have one place."""
+    found = {buffer.word for port in wanted.ports if (buffer := _buffer(bound, one.step, port))}
     if len(found) > 1:
         raise EngineError(
-            f"{planned.step.name}: states that one kernel shifts must change place together "
+            f"{one.step.name}: states with one BufferOffset must change place together "
             f"(got {', '.join(wanted.ports)})"
         )
     return found.pop() if found else 0
 
 
-def _turn(bound: Bound, step: Step, port: str) -> DoubleBuffer | None:
-    """The turn of a port's tensor; None if it has one place."""
+def _buffer(bound: BoundProgram, step: Step, port: str) -> DoubleBuffer | None:
+    """The double buffer of a port's tensor; None if it has one place."""
     name = step.ports.get(port, "")
     tensor = bound.call.inputs.get(name) or bound.call.outputs.get(name)
-    return cuda(tensor).turn if tensor else None
+    return cuda(tensor).buffer if tensor else None
 
 
-def without_offset(bound: Bound, planned: Planned) -> list[str]:
-    """Ports of a launch whose tensors have two places but whose place no argument tells."""
-    told: set[str] = set()
+def without_offset(bound: BoundProgram, one: BoundLaunch) -> list[str]:
+    """Ports of a launch whose tensors have two places but that have no BufferOffset argument."""
+    shifted: set[str] = set()
     used: set[str] = set()
-    for argument in planned.launch.arguments:
+    for argument in one.launch.arguments:
         match argument:
             case Pointer(port):
                 used.add(port)
             case PointerTable(ports):
                 used |= set(ports)
             case BufferOffset(ports):
-                told |= set(ports)
+                shifted |= set(ports)
             case _:
                 pass
-    return sorted(port for port in used - told if _turn(bound, planned.step, port))
+    return sorted(port for port in used - shifted if _buffer(bound, one.step, port))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,27 +16,29 @@ import numpy as np
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.tensors import TensorSpec
+from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.package.launch_program import Program, Step, Weight, read
-from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.enqueue import Arguments
+from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
+from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.launch import PREFETCHED, Launch, PointerTable, Scratch, Table
-from thor_dflash.runtime.engines.cuda.base import Board
+from thor_dflash.plugins.launch import PREFETCHED, PointerTable, Scratch, Table
 from thor_dflash.runtime.engines.cuda.binding import (
-    Bound,
+    BoundLaunch,
+    BoundProgram,
     Places,
-    Planned,
     address,
     arguments,
     bind,
+    cuda,
     in_place,
     table,
     without_offset,
 )
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, Launcher
+from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
+from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
 from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
-from thor_dflash.runtime.engines.protocol import Call, Graph
+from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +51,7 @@ class CudaGraph:
     outputs: Mapping[str, TensorSpec]
 
 
-class CudaEngine(Board):
+class CudaEngine:
     """Programs of one package directory on one device."""
 
     def __init__(
@@ -58,14 +61,30 @@ class CudaEngine(Board):
         progress: Progress,
         fill: WeightFiller | None = None,
     ) -> None:
-        super().__init__(Driver(config.device), told=True)
+        self.driver = Driver(config.device)
         self.package = package
+        self.tensors = DeviceTensors(self.driver, indirect=True)
+        self.replay = GraphReplay(self.tensors, self._resolve, graphs=config.graphs)
         self._config = config
         self._progress = progress
         self._fill = fill or FileWeights(package, progress)
         self._graphs: dict[str, CudaGraph] = {}
-        self._bound: dict[int, Bound] = {}
         self._others: list[Call] = []
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The device."""
+        return self.driver.info
+
+    @property
+    def device(self) -> str:
+        """See Engine."""
+        return str(self.info)
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Device memory of the engine: kind -> bytes."""
+        return dict(self.tensors.arena.sizes)
 
     def load(self, name: str) -> Graph:
         """See Engine."""
@@ -76,99 +95,98 @@ class CudaEngine(Board):
             self._graphs[name] = CudaGraph(name, program, inputs, outputs)
         return self._graphs[name]
 
+    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        """See Engine."""
+        return self.tensors.empty(spec, dims)
+
     # ---- prepare -------------------------------------------------------------------------
 
     def prepare(self, calls: Sequence[Call]) -> None:
         """See Engine."""
-        device = self._driver.info.device
         for call in (*calls, *self._others):
             graph = call.graph
             assert isinstance(graph, CudaGraph)
-            self._bound[id(call)] = bind(call, graph.program, device)
-        bounds = list(self._bound.values())
-        self._take_turns([(bound.call, in_place(bound.program)) for bound in bounds])
-        for bound in bounds:
-            bound.turns = self._turns[id(bound.call)]
+            self.replay.bound[call] = bind(call, graph.program, self.info.device)
+        bounds = list(self.replay.bound.values())
+        self.tensors.assign_buffers([(bound, in_place(bound.program)) for bound in bounds])
         offsets = self._count(bounds)
-        self._place(self._allocate(offsets.page), offsets)
+        self._place(self.tensors.allocate(offsets.page), offsets)
         self._write_tables(bounds, iter(offsets.spare))
-        kernels = self._load(bounds, offsets.weights)
-        self._launcher = Launcher(self._driver, kernels)
-        self._driver("cuCtxSynchronize")
+        self._kernels = self._load(bounds, offsets.weights)
+        self.driver("cuCtxSynchronize")
 
-    def _count(self, bounds: Sequence[Bound]) -> Offsets:
+    def _count(self, bounds: Sequence[BoundProgram]) -> Offsets:
         """Reserve space for everything, in the order of the memory table."""
-        take = self._arena.take
+        take = self.tensors.arena.take
         weights: dict[str, Weight] = {}
         for bound in bounds:
             weights |= bound.program.weights
         found = Offsets(weights, {n: take("weights", w.nbytes) for n, w in weights.items()})
-        found.page = self._count_tensors()
+        found.page = self.tensors.count()
         found.values = take("scratch", max((b.program.scratch for b in bounds), default=0))
         found.working = take("scratch", max((b.working for b in bounds), default=0))
-        for planned, launch in _launches(bounds):
-            self._count_launch(found, planned, launch)
+        for one in _launches(bounds):
+            self._count_launch(found, one)
         return found
 
-    def _count_launch(self, found: Offsets, planned: Planned, launch: Launch) -> None:
-        for argument in launch.arguments:
+    def _count_launch(self, found: Offsets, one: BoundLaunch) -> None:
+        take = self.tensors.arena.take
+        for argument in one.launch.arguments:
             if isinstance(argument, Scratch) and argument.zeroed:
-                key = id(planned.step), argument.name
-                if key not in found.zeroed:
-                    found.zeroed[key] = self._arena.take("scratch", argument.nbytes)
+                if argument.name not in one.counters:
+                    one.counters[argument.name] = take("scratch", argument.nbytes)
             elif isinstance(argument, Table):
                 content = argument.values.tobytes()
                 if content not in found.tables:
-                    found.tables[content] = self._arena.take("tables", len(content))
+                    found.tables[content] = take("tables", len(content))
             elif isinstance(argument, PointerTable):
-                found.spare.append(self._arena.take("tables", 8 * len(argument.ports)))
+                found.spare.append(take("tables", 8 * len(argument.ports)))
 
     def _place(self, base: int, found: Offsets) -> None:
         """Turn offsets into addresses, and write the constant tables."""
         self._places = Places(
+            base,
             {name: base + offset for name, offset in found.weights_at.items()},
             base + found.values,
             base + found.working,
-            {key: base + offset for key, offset in found.zeroed.items()},
             {content: base + offset for content, offset in found.tables.items()},
         )
         for content, at in self._places.tables.items():
             self._write_table(at, content)
 
-    def _write_tables(self, bounds: Sequence[Bound], spare: Iterator[int]) -> None:
+    def _write_tables(self, bounds: Sequence[BoundProgram], spare: Iterator[int]) -> None:
         """Write the tables of addresses.
 
         Raises:
-            EngineError: a kernel takes no argument that tells where a state with two places is.
+            EngineError: a kernel takes no argument for the place of a state with two places.
         """
         for bound in bounds:
-            for planned in bound.planned:
-                if ports := without_offset(bound, planned):
+            for one in bound.launches:
+                if ports := without_offset(bound, one):
                     raise EngineError(
-                        f"{bound.program.name}: {planned.step.name}: a kernel must be told where "
-                        f"states with two places are (got none for {', '.join(ports)})"
+                        f"{bound.program.name}: {one.step.name}: a kernel must have a BufferOffset "
+                        f"for states with two places (got none for {', '.join(ports)})"
                     )
-                for argument in planned.launch.arguments:
+                for argument in one.launch.arguments:
                     if isinstance(argument, PointerTable):
-                        made = table(bound, planned, argument, self._places)
-                        at = self._arena.base + next(spare)
+                        made = table(bound, one, argument, self._places)
+                        at = self.tensors.arena.base + next(spare)
                         self._write_table(self._places.tables.setdefault(made, at), made)
 
     def _write_table(self, at: int, content: bytes) -> None:
         data = np.frombuffer(content, np.uint8)
-        self._driver("cuMemcpyHtoD", at, data.ctypes.data, len(content))
+        self.driver("cuMemcpyHtoD", at, data.ctypes.data, len(content))
 
-    def _load(self, bounds: Sequence[Bound], weights: Mapping[str, Weight]) -> Kernels:
+    def _load(self, bounds: Sequence[BoundProgram], weights: Mapping[str, Weight]) -> Kernels:
         """Load weights and compile kernels at the same time: one is limited by the disk, the other
         by the CPU.
         """
         packed = {name: site for bound in bounds for name, site in bound.packed.items()}
-        cubins = self._config.cubins_directory
-        overlap = self._config.overlap
-        kernels = Kernels(self._driver, self._driver.info.device, cubins, overlap=overlap)
-        launches = [(planned.source, launch) for planned, launch in _launches(bounds)]
+        cubins, overlap = self._config.cubins_directory, self._config.overlap
+        kernels = Kernels(self.driver, self.info.device, cubins, overlap=overlap)
+        launches = [(one.source, one.launch) for one in _launches(bounds)]
         with kernels.compiling(launches) as images:
-            self._fill(self._driver, weights, self._places.weights, packed)
+            self._fill(self.driver, weights, self._places.weights, packed)
             with self._progress.task("compiling kernels", len(images), "kernels") as task:
                 images.load(task.advance)
         for source, launch in launches:
@@ -177,43 +195,68 @@ class CudaEngine(Board):
 
     # ---- run -----------------------------------------------------------------------------
 
-    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
-        launches: list[list[tuple[Planned, Arguments]]] = []
-        for call in calls:
-            bound = self._bound[id(call)]
-            each = [(one, arguments(bound, one, self._places)) for one in bound.planned]
-            launches.append(each)
-            self._turn(call)
-        name = "+".join(call.graph.name for call in calls)
-        handover, graph = self._handover(calls), self._config.graphs
-        return self._launcher.capture(name, launches, handover, graph=graph)
+    def _resolve(self, bound: BoundProgram, first: bool) -> Callable[[], None]:
+        launches = [(one, arguments(bound, one, self._places)) for one in bound.launches]
+        return partial(enqueue_launches, self.driver, self._kernels, launches, first=first)
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """See Engine."""
+        self.replay.run(calls)
+
+    def write(self, tensor: Tensor, values: Array) -> None:
+        """See Engine."""
+        self.replay.write(cuda(tensor), values)
+
+    def clear(self, tensor: Tensor) -> None:
+        """See Engine."""
+        self.replay.clear(cuda(tensor))
+
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        """See Engine."""
+        return self.replay.read(cuda(tensor), shape)
+
+    def busy(self) -> Mapping[str, float]:
+        """See Engine."""
+        return self.replay.busy()
+
+    def close(self) -> None:
+        """See Engine."""
+        self.replay.close()
+
+    # ---- measurements --------------------------------------------------------------------
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> CapturedGraph:
         """Capture some steps of prepared calls as one graph, for measurements. The values that they
         leave behind are meaningless. No weight is prefetched for a step that is left out.
         """
-        launches: list[tuple[Planned, Arguments]] = []
-        part = self._part(calls)
-        with self._as_placed(part):
-            for bound in [self._bound[id(call)] for call in calls]:
-                kept = [planned for planned in bound.planned if keep(planned.step)]
-                read = {planned.step.ports.get("packed") for planned in kept}
-                for planned in kept:
-                    out = () if planned.step.ports.get(PREFETCHED) in read else (PREFETCHED,)
-                    launches.append((planned, arguments(bound, planned, self._places, out)))
-        self._tell(part)
-        self._page.flush(self._page_at, self._ring)
-        captured = self._launcher.capture("excerpt", [launches], graph=self._config.graphs)
+        launches: list[tuple[BoundLaunch, Arguments]] = []
+        segment = self.replay.segment([self.replay.bound[call] for call in calls])
+        with self.replay.captured_places(segment):
+            for bound in segment.calls:
+                kept = [one for one in bound.launches if keep(one.step)]
+                read = {one.step.ports.get("packed") for one in kept}
+                for one in kept:
+                    out = () if one.step.ports.get(PREFETCHED) in read else (PREFETCHED,)
+                    launches.append((one, arguments(bound, one, self._places, out)))
+        self.tensors.show_places(segment.touched)
+        self.tensors.flush()
+        enqueued = partial(enqueue_launches, self.driver, self._kernels, launches, first=True)
+        captured = capture("excerpt", self.driver, [enqueued], graph=self._config.graphs)
 
         def start() -> None:
-            self._runs.latest = None  # the excerpt overwrites what the last run handed over
+            self.replay.times.latest = None  # the excerpt overwrites what the last run read back
             captured.start()
 
-        return CapturedGraph("excerpt", self._driver, start)
+        return CapturedGraph("excerpt", self.driver, start)
+
+    def note(self) -> list[float]:
+        """A list of the seconds of each run from now on, in order; `busy` brings it up to date."""
+        self.replay.times.noted = []
+        return self.replay.times.noted
 
     def place(self, call: Call, step: Step, port: str) -> int:
         """Device address of what a step of a prepared call reads or writes at a port."""
-        return address(self._bound[id(call)], step, port, self._places)
+        return address(self.replay.bound[call], step, port, self._places)
 
     def program(self, name: str) -> Program:
         """A loaded graph's program."""
@@ -221,16 +264,30 @@ class CudaEngine(Board):
 
     def launches(self, calls: Sequence[Call]) -> int:
         """Number of kernels that the calls launch."""
-        return sum(len(self._bound[id(call)].planned) for call in calls)
+        return sum(len(self.replay.bound[call].launches) for call in calls)
 
     @property
     def weights(self) -> tuple[int, int]:
         """Address and bytes of the weights, which are contiguous."""
-        return self._arena.base, self._arena.sizes["weights"]
+        return self.tensors.arena.base, self.tensors.arena.sizes["weights"]
 
     def also(self, calls: Sequence[Call]) -> None:
         """Add calls to prepare besides those of the model. Must precede `prepare`."""
         self._others += calls
+
+
+def enqueue_launches(
+    driver: Driver,
+    kernels: Kernels,
+    launches: Sequence[tuple[BoundLaunch, Arguments]],
+    *,
+    first: bool,
+) -> None:
+    """Enqueue launches. With `first`, the first of them overlaps nothing that ran before."""
+    for i, (one, values) in enumerate(launches):
+        kernel = kernels.function(one.source, one.launch)
+        overlap = kernels.overlap and one.launch.overlap and not (first and i == 0)
+        enqueue(driver, driver.stream, kernel, one.launch, values, overlap=overlap)
 
 
 @dataclass(slots=True)
@@ -242,11 +299,9 @@ class Offsets:
     page: int = 0
     values: int = 0
     working: int = 0
-    zeroed: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     tables: dict[bytes, int] = field(default_factory=dict[bytes, int])
     spare: list[int] = field(default_factory=list[int])
 
 
-def _launches(bounds: Sequence[Bound]) -> Iterator[tuple[Planned, Launch]]:
-    for planned in itertools.chain.from_iterable(bound.planned for bound in bounds):
-        yield planned, planned.launch
+def _launches(bounds: Sequence[BoundProgram]) -> Iterator[BoundLaunch]:
+    return itertools.chain.from_iterable(bound.launches for bound in bounds)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue, values
+from thor_dflash.plugins.cuda.enqueue import enqueue, values
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Launch
-from thor_dflash.runtime.engines.cuda.binding import Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Readback:
 
 @dataclass(frozen=True, slots=True)
 class CapturedReadback:
-    """A handover as it was captured."""
+    """A readback as it was captured."""
 
     event: Any
     """Recorded when the copies of the run started last have been made."""
@@ -56,7 +55,7 @@ class CapturedGraph:
     """The names of its graphs, joined by "+"."""
     driver: Driver
     start: Callable[[], None]
-    handed: CapturedReadback | None = None
+    readback: CapturedReadback | None = None
     _spare: list[Any] = field(default_factory=list[Any])
     _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
@@ -106,47 +105,16 @@ def _nothing(wanted: object) -> int:
     raise AssertionError(wanted)
 
 
-class Launcher:
-    """Captures the launches of calls."""
-
-    def __init__(self, driver: Driver, kernels: Kernels) -> None:
-        self._driver = driver
-        self._kernels = kernels
-
-    def capture(
-        self,
-        name: str,
-        calls: Sequence[Sequence[tuple[Planned, Arguments]]],
-        handover: Readback | None = None,
-        *,
-        graph: bool,
-    ) -> CapturedGraph:
-        """Capture the launches of some calls as one graph; or, with `graph` false, enqueue them for
-        every run, without a handover.
-        """
-
-        def enqueued(number: int) -> None:
-            for i, (planned, arguments) in enumerate(calls[number]):
-                launch = planned.launch
-                kernel = self._kernels.function(planned.source, launch)
-                overlap = self._kernels.overlap and launch.overlap and (number > 0 or i > 0)
-                driver = self._driver
-                enqueue(driver, driver.stream, kernel, launch, arguments, overlap=overlap)
-
-        each = [partial(enqueued, number) for number in range(len(calls))]
-        return capture(name, self._driver, each, handover, graph=graph)
-
-
 def capture(
     name: str,
     driver: Driver,
     calls: Sequence[Callable[[], None]],
-    handover: Readback | None = None,
+    readback: Readback | None = None,
     *,
     graph: bool,
 ) -> CapturedGraph:
     """Capture what `calls` enqueue as one graph; or, with `graph` false, call them for every run,
-    without a handover.
+    without a readback.
 
     Raises:
         EngineError: a call raised it, or did something that cannot be captured.
@@ -154,31 +122,31 @@ def capture(
     if not graph:
         return CapturedGraph(name, driver, partial(_all, calls))
     with driver.all_or_nothing():
-        made, handed = _graph(driver, calls, handover)
+        made, captured = _graph(driver, calls, readback)
         executable = driver.make("cuGraphInstantiate", made, 0)
         driver.free(made)
         driver("cuGraphUpload", executable, driver.stream)
     start = partial(driver, "cuGraphLaunch", executable, driver.stream)
-    return CapturedGraph(name, driver, start, handed)
+    return CapturedGraph(name, driver, start, captured)
 
 
 def _graph(
-    driver: Driver, calls: Sequence[Callable[[], None]], handover: Readback | None
+    driver: Driver, calls: Sequence[Callable[[], None]], readback: Readback | None
 ) -> tuple[Any, CapturedReadback | None]:
-    """Return the graph of what `calls` enqueue, and its handover."""
-    modes, handed = driver.cu.CUstreamCaptureMode, None
+    """Return the graph of what `calls` enqueue, and its readback."""
+    modes, captured = driver.cu.CUstreamCaptureMode, None
     driver.capturing = True
     try:
         # Inside, so that an interrupt right after it ends the capture: nothing could run any more.
         driver("cuStreamBeginCapture", driver.stream, modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        if handover is None:
+        if readback is None:
             _all(calls)
         else:
-            _all(calls[: handover.after])
-            handed, back = _hand_over(driver, handover.copies)
-            _all(calls[handover.after :])
+            _all(calls[: readback.after])
+            captured, back = _read_back(driver, readback.copies)
+            _all(calls[readback.after :])
             driver("cuStreamWaitEvent", driver.stream, back, 0)
-        return driver.make("cuStreamEndCapture", driver.stream), handed
+        return driver.make("cuStreamEndCapture", driver.stream), captured
     except BaseException:
         # Not checked: it may have no graph to return, or the capture may have ended.
         status, *part = driver.cu.cuStreamEndCapture(driver.stream)
@@ -194,7 +162,7 @@ def _all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
-def _hand_over(driver: Driver, copies: Sequence[HostCopy]) -> tuple[CapturedReadback, Any]:
+def _read_back(driver: Driver, copies: Sequence[HostCopy]) -> tuple[CapturedReadback, Any]:
     """Copy to the host on a side stream, in parallel with what the stream runs next. Also return an
     event that the stream must wait for before the capture ends.
     """

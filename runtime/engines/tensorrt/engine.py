@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,29 +26,33 @@ import tensorrt as trt
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.tensors import DType, TensorSpec
+from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Weight
 from thor_dflash.package.trt_engine import EngineDescription
-from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Shaped
 from thor_dflash.plugins.tensorrt.host import Messages, Reader
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse, tensor_of
 from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
-from thor_dflash.runtime.engines.cuda.base import Board
-from thor_dflash.runtime.engines.cuda.binding import cuda, where
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
+from thor_dflash.runtime.engines.cuda.binding import BoundCall, cuda
+from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
+from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
 from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
-from thor_dflash.runtime.engines.protocol import Call, Graph
+from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
 from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
 
 ALIGNMENT = 256
 """Alignment of every bound tensor, bytes. Source: setTensorAddress in NvInferRuntime.h."""
 
-Way = tuple[int, tuple[int, ...]]
-"""The id of a call, and the current place (0 or 1) of each of its turns."""
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BoundEngine(BoundCall):
+    """A call, with an execution context for each combination of places of its tensors."""
+
+    contexts: dict[tuple[int, ...], trt.IExecutionContext] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +65,7 @@ class PlanGraph:
     outputs: Mapping[str, TensorSpec]
 
 
-class TensorRTEngine(Board):
+class TensorRTEngine:
     """TensorRT engines of one package directory on one device."""
 
     def __init__(
@@ -72,8 +76,10 @@ class TensorRTEngine(Board):
         fill: WeightFiller | None = None,
     ) -> None:
         # TensorRT works in the primary context, which all libraries of a process share.
-        super().__init__(Driver(config.device, shared=True), ALIGNMENT)
+        self.driver = Driver(config.device, shared=True)
         self.package = package
+        self.tensors = DeviceTensors(self.driver, ALIGNMENT)
+        self.replay = GraphReplay(self.tensors, self._resolve, graphs=config.graphs)
         self._config = config
         self._progress = progress
         self._fill = fill or FileWeights(package, progress)
@@ -81,13 +87,22 @@ class TensorRTEngine(Board):
         self._creators: tuple[Creator, ...] = ()
         self._graphs: dict[str, PlanGraph] = {}
         self._engines: dict[str, trt.ICudaEngine] = {}
-        self._contexts: dict[Way, trt.IExecutionContext] = {}
         self._owned: dict[str, int] = {}
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The device."""
+        return self.driver.info
+
+    @property
+    def device(self) -> str:
+        """See Engine."""
+        return str(self.info)
 
     @property
     def memory(self) -> Mapping[str, int]:
         """Device memory of the engine: kind -> bytes."""
-        return {**self._arena.sizes, **self._owned}
+        return {**self.tensors.arena.sizes, **self._owned}
 
     def load(self, name: str) -> Graph:
         """See Engine.
@@ -111,36 +126,42 @@ class TensorRTEngine(Board):
             self._graphs[name] = PlanGraph(name, plan, inputs, outputs)
         return self._graphs[name]
 
+    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        """See Engine."""
+        return self.tensors.empty(spec, dims)
+
     # ---- prepare -------------------------------------------------------------------------
 
     def prepare(self, calls: Sequence[Call]) -> None:
         """See Engine."""
         plans = {plan.name: plan for plan in map(_plan, calls)}
         self._deserialise(list(plans.values()))
-        self._take_turns([(call, _plan(call).in_place) for call in calls])
-        take = self._arena.take
+        bounds = [BoundEngine(call=call) for call in calls]
+        self.replay.bound |= {bound.call: bound for bound in bounds}
+        self.tensors.assign_buffers([(bound, _plan(bound.call).in_place) for bound in bounds])
+        take = self.tensors.arena.take
         weights = {name: w for plan in plans.values() for name, w in plan.weights.items()}
         at = {name: take("weights", w.nbytes) for name, w in weights.items()}
-        page = self._count_tensors()
+        page = self.tensors.count()
         working = max((self._working(plan) for plan in plans.values()), default=0)
         scratch = take("scratch", working)
-        base = self._allocate(page)
+        base = self.tensors.allocate(page)
         places = {name: base + offset for name, offset in at.items()}
-        self._fill(self._driver, weights, places, {})
-        free = self._driver.free_memory()
-        for call in calls:
-            self._ready(call, places, base + scratch, working)
-        self._warm_up()
-        self._owned["contexts"] = max(0, free - self._driver.free_memory())
+        self._fill(self.driver, weights, places, {})
+        free = self.driver.free_memory()
+        for bound in bounds:
+            self._make_contexts(bound, places, base + scratch, working)
+        self._warm_up(bounds)
+        self._owned["contexts"] = max(0, free - self.driver.free_memory())
 
     def _deserialise(self, plans: Sequence[EngineDescription]) -> None:
         """Register the plugins that the engines use, then load the engine files."""
         directory, overlap = self._config.cubins_directory, self._config.overlap
-        kernels = Kernels(self._driver, self.info.device, directory, overlap=overlap)
+        kernels = Kernels(self.driver, self.info.device, directory, overlap=overlap)
         nodes = [parse(node.op, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
         self._creators = register(registry, self.info.device, kernels, nodes)
-        free = self._driver.free_memory()
+        free = self.driver.free_memory()
         files = sorted({plan.file for plan in plans})
         # Kept by its engines alone, so that nothing of TensorRT outlives the CUDA context.
         runtime = trt.Runtime(self._messages)
@@ -148,7 +169,7 @@ class TensorRTEngine(Board):
             for file in files:
                 self._engines[file] = self._engine(runtime, file)
                 task.advance(1)
-        self._owned["engines"] = max(0, free - self._driver.free_memory())
+        self._owned["engines"] = max(0, free - self.driver.free_memory())
         for plan in plans:
             _check_tensors(plan, self._engines[plan.file])
 
@@ -167,22 +188,23 @@ class TensorRTEngine(Board):
         engine = self._engines[plan.file]
         return int(engine.get_device_memory_size_for_profile_v2(plan.profile))
 
-    def _ready(self, call: Call, weights: Mapping[str, int], scratch: int, size: int) -> None:
+    def _make_contexts(
+        self, bound: BoundEngine, weights: Mapping[str, int], scratch: int, size: int
+    ) -> None:
         """Make the contexts of a call, one for each combination of places of its tensors."""
-        touched = self._touched[id(call)]
-        before = [turn.current for turn in touched]
-        for fronts in itertools.product((0, 1), repeat=len(touched)):
-            for turn, front in zip(touched, fronts, strict=True):
-                turn.current = front
-            self._contexts[id(call), fronts] = self._context(call, weights, scratch, size)
-        for turn, front in zip(touched, before, strict=True):
-            turn.current = front
+        before = [buffer.current for buffer in bound.touched]
+        for places in itertools.product((0, 1), repeat=len(bound.touched)):
+            for buffer, place in zip(bound.touched, places, strict=True):
+                buffer.current = place
+            bound.contexts[places] = self._context(bound, weights, scratch, size)
+        for buffer, place in zip(bound.touched, before, strict=True):
+            buffer.current = place
 
     def _context(
-        self, call: Call, weights: Mapping[str, int], scratch: int, size: int
+        self, bound: BoundEngine, weights: Mapping[str, int], scratch: int, size: int
     ) -> trt.IExecutionContext:
         """A context with all addresses and sizes set, for the current places of the tensors."""
-        plan = _plan(call)
+        plan = _plan(bound.call)
         self._messages.begin(plan.name)
         engine = self._engines[plan.file]
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -194,22 +216,24 @@ class TensorRTEngine(Board):
         # All contexts share this memory, since they run one after the other.
         context.set_device_memory(scratch, size)
         try:
-            self._bind(context, call, weights)
+            self._bind(context, bound, weights)
         except RuntimeError as e:  # some methods of the bindings raise it instead of giving False
             raise _refusal(plan, self._messages) from e
         return context
 
-    def _bind(self, context: trt.IExecutionContext, call: Call, weights: Mapping[str, int]) -> None:
+    def _bind(
+        self, context: trt.IExecutionContext, bound: BoundEngine, weights: Mapping[str, int]
+    ) -> None:
         """Set the profile, all sizes and all addresses of a context."""
-        plan, stream = _plan(call), int(self._driver.stream)
+        call, stream = bound.call, int(self.driver.stream)
+        plan = _plan(call)
         _must(context.set_optimization_profile_async(plan.profile, stream), plan, self._messages)
-        self._driver.synchronize()
-        turns = self._turns[id(call)]
+        self.driver.synchronize()
         for name, tensor in call.inputs.items():
             self._shape(context, plan, name, cuda(tensor).spec.at({}))
         for name, weight in plan.weights.items():
             self._shape(context, plan, name, _bound(weight))
-        addresses = {name: where(call, name, turns) for name in (*call.inputs, *call.outputs)}
+        addresses = {name: bound.where(name) for name in (*call.inputs, *call.outputs)}
         for name, address in {**addresses, **{n: weights[n] for n in plan.weights}}.items():
             _must(context.set_tensor_address(name, address), plan, self._messages)
         if missing := context.infer_shapes():
@@ -233,51 +257,69 @@ class TensorRTEngine(Board):
             "engine.capacity to what the package was built for, or build it for this one"
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, bounds: Sequence[BoundEngine]) -> None:
         """Run every context once, on values legal for any input; zero all tensors afterwards."""
-        for tensor in self._tensors:
+        for tensor in self.tensors.all:
             if tensor.spec.dtype is DType.I32:
                 for place in tensor.places:
                     count = tensor.spec.nbytes({}) // DType.I32.bytes
-                    self._driver("cuMemsetD32Async", place, 1, count, self._driver.stream)
-        with self._progress.task("warming up", len(self._contexts), "steps") as task:
-            for way in self._contexts:
-                self._enqueue(way)
-                self._driver.synchronize()
+                    self.driver("cuMemsetD32Async", place, 1, count, self.driver.stream)
+        contexts = [(bound, places) for bound in bounds for places in bound.contexts]
+        with self._progress.task("warming up", len(contexts), "steps") as task:
+            for bound, places in contexts:
+                self._enqueue(bound, places)
+                self.driver.synchronize()
                 task.advance(1)
-        for tensor in self._tensors:
+        for tensor in self.tensors.all:
             for place in tensor.places:
                 size = tensor.spec.nbytes({})
-                self._driver("cuMemsetD8Async", place, 0, size, self._driver.stream)
-        self._driver.synchronize()
+                self.driver("cuMemsetD8Async", place, 0, size, self.driver.stream)
+        self.driver.synchronize()
 
     # ---- run -----------------------------------------------------------------------------
 
-    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
-        each: list[Callable[[], None]] = []
-        for call in calls:
-            fronts = tuple(turn.current for turn in self._touched[id(call)])
-            each.append(partial(self._enqueue, (id(call), fronts)))
-            self._turn(call)
-        name, graph = "+".join(call.graph.name for call in calls), self._config.graphs
-        return capture(name, self._driver, each, self._handover(calls), graph=graph)
+    def _resolve(self, bound: BoundEngine, first: bool) -> Callable[[], None]:
+        del first  # a plugin overlaps only launches of its own
+        places = tuple(buffer.current for buffer in bound.touched)
+        return partial(self._enqueue, bound, places)
 
-    def _enqueue(self, way: Way) -> None:
-        context = self._contexts[way]
-        if not context.execute_async_v3(int(self._driver.stream)):
+    def _enqueue(self, bound: BoundEngine, places: tuple[int, ...]) -> None:
+        context = bound.contexts[places]
+        if not context.execute_async_v3(int(self.driver.stream)):
             why = self._messages.why
             raise EngineError(f"TensorRT engine {context.name} must run (got: {why})")
 
+    def run(self, calls: Sequence[Call]) -> None:
+        """See Engine."""
+        self.replay.run(calls)
+
+    def write(self, tensor: Tensor, values: Array) -> None:
+        """See Engine."""
+        self.replay.write(cuda(tensor), values)
+
+    def clear(self, tensor: Tensor) -> None:
+        """See Engine."""
+        self.replay.clear(cuda(tensor))
+
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
+        """See Engine."""
+        return self.replay.read(cuda(tensor), shape)
+
+    def busy(self) -> Mapping[str, float]:
+        """See Engine."""
+        return self.replay.busy()
+
     def close(self) -> None:
         """See Engine."""
-        if not self._driver.ended:
-            self._driver.enter()  # plugins free device memory when their contexts are destroyed
-            self._driver.synchronize()
-        self._contexts.clear()
+        if not self.driver.ended:
+            self.driver.enter()  # plugins free device memory when their contexts are destroyed
+            self.driver.synchronize()
+        for bound in self.replay.bound.values():
+            bound.contexts.clear()
         self._engines.clear()
         creators, self._creators = self._creators, ()
         deregister(trt.get_plugin_registry(), creators)
-        super().close()
+        self.replay.close()
 
 
 def _plan(call: Call) -> EngineDescription:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from thor_dflash.plugins.cuda.driver import Driver, DriverCalls
 from thor_dflash.plugins.cuda.enqueue import enqueue, working
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import H100, Launch, Scratch
-from thor_dflash.runtime.engines.cuda.graph_capture import Launcher
+from thor_dflash.runtime.engines.cuda.engine import enqueue_launches
+from thor_dflash.runtime.engines.cuda.graph_capture import capture
 
 OVERLAP, CLUSTER = 6, 4
 """CUlaunchAttributeID of programmatic stream serialization and of the cluster's size."""
@@ -74,10 +76,13 @@ def test_no_launch_overlaps_what_ran_before_its_step(
     cuda = fake(monkeypatch)
     driver = Driver()
     launch = Launch("kernel", (1, 1, 1), 32, (), overlap=True)
-    planned = SimpleNamespace(launch=launch, source=tmp_path / "kernel.cu")
-    launcher = Launcher(driver, Kernels(driver, H100, tmp_path))
-    calls: Any = [[(planned, []), (planned, [])], [(planned, [])]]
-    launcher.capture("it", calls, graph=graph).start()
+    one: Any = SimpleNamespace(launch=launch, source=tmp_path / "kernel.cu"), []
+    kernels = Kernels(driver, H100, tmp_path)
+    calls = [
+        partial(enqueue_launches, driver, kernels, launches, first=i == 0)
+        for i, launches in enumerate([[one, one], [one]])
+    ]
+    capture("it", driver, calls, graph=graph).start()
     assert [OVERLAP in attributes for attributes in cuda.launched] == [False, True, True]
     assert cuda.calls.count("cuGraphDestroy") == graph, "the executable graph is a copy"
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +27,10 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.enqueue import Arguments
 from thor_dflash.plugins.launch import PREFETCHED
 from thor_dflash.plugins.registry import ROOT
-from thor_dflash.runtime.engines.cuda.binding import Planned, cuda
+from thor_dflash.runtime.engines.cuda import binding
+from thor_dflash.runtime.engines.cuda import engine as engine_module
+from thor_dflash.runtime.engines.cuda.binding import BoundLaunch, BoundProgram, Places, cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.measure import bench_report, cuda_bench, startup
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
@@ -111,15 +112,16 @@ def test_an_excerpt_prefetches_no_weight_for_a_step_left_out(
             """Operators whose launches get the address of a weight to prefetch."""
             found: set[str] = set()
 
-            def capture(name: str, calls: Sequence[Sequence[tuple[Planned, Arguments]]], *,
-                        graph: bool) -> CapturedGraph:  # fmt: skip
-                for planned, arguments in itertools.chain.from_iterable(calls):
-                    at = engine.place(call, planned.step, PREFETCHED)
-                    if at and ("address", at) in arguments:
-                        found.add(planned.step.op)
-                return CapturedGraph(name, engine.driver, lambda: None)
+            def arguments(bound: BoundProgram, one: BoundLaunch, places: Places,
+                          left_out: Collection[str]) -> Arguments:  # fmt: skip
+                resolved = original(bound, one, places, left_out)
+                at = engine.place(call, one.step, PREFETCHED)
+                if at and ("address", at) in resolved:
+                    found.add(one.step.op)
+                return resolved
 
-            monkeypatch.setattr(engine._launcher, "capture", capture)
+            original = binding.arguments
+            monkeypatch.setattr(engine_module, "arguments", arguments)
             engine.excerpt([call], cuda_bench.operators(*kept))
             return found
 
@@ -232,9 +234,9 @@ def test_a_prompt_is_read_in_steps_of_one_size_unless_others_are_asked_for() -> 
 
 SLEEPER = """
 import time
-from thor_dflash.runtime import coldstart
+from thor_dflash.runtime.measure import startup
 time.sleep(0.3)
-print(coldstart.since_start())
+print(startup.since_start())
 """
 
 

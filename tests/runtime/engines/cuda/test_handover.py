@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,15 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.engines.cuda.base import Board
-from thor_dflash.runtime.engines.cuda.binding import CudaTensor, cuda
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, CapturedReadback
+from thor_dflash.runtime.engines.cuda import graph_replay
+from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor
+from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
+from thor_dflash.runtime.engines.cuda.graph_capture import (
+    CapturedGraph,
+    CapturedReadback,
+    Readback,
+)
+from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import open_session
 
@@ -29,25 +34,29 @@ READ = [1, 1]
 """What a read after waiting for the whole step finds: the fake's memory holds ones."""
 
 
-class Handing(Board):
-    """A board whose runs copy 100 + their number to the host, while the fake device holds ones."""
+class EarlyReads:
+    """Runs that copy 100 + their number to the host, while the fake device holds ones."""
 
-    def __init__(self) -> None:
-        super().__init__(Driver(), told=True)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        driver = Driver()
+        self.tensors = DeviceTensors(driver, indirect=True)
+        self.replay = GraphReplay(self.tensors, lambda bound, first: lambda: None, graphs=True)
         self.runs = 0
         self.waits = 0
         """How often all work was waited for."""
-        synchronize = self._driver.synchronize
+        synchronize = driver.synchronize
 
         def counted() -> None:
             self.waits += 1
             synchronize()
 
-        self._driver.synchronize = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(driver, "synchronize", counted)
+        monkeypatch.setattr(graph_replay, "capture", self._capture)
 
-    def _capture(self, calls: Sequence[Call]) -> CapturedGraph:
-        handover = self._handover(calls)
-        copies = {copy.device: copy for copy in handover.copies} if handover else {}
+    def _capture(
+        self, name: str, driver: Driver, calls: object, readback: Readback | None, *, graph: bool
+    ) -> CapturedGraph:
+        copies = {copy.device: copy for copy in readback.copies} if readback else {}
 
         def start() -> None:
             self.runs += 1
@@ -56,12 +65,14 @@ class Handing(Board):
                 ctypes.memmove(copy.host, numbers.ctypes.data, copy.nbytes)
 
         return CapturedGraph(
-            "it", self._driver, start, CapturedReadback("event", copies) if copies else None
+            "it", driver, start, CapturedReadback("event", copies) if copies else None
         )
 
     def ready(self, *calls: Call) -> None:
-        self._take_turns([(call, ()) for call in calls])
-        self._allocate(self._count_tensors())
+        bound = {call: BoundCall(call=call) for call in calls}
+        self.replay.bound |= bound
+        self.tensors.assign_buffers([(one, ()) for one in bound.values()])
+        self.tensors.allocate(self.tensors.count())
 
 
 def call(name: str, reads: dict[str, Any], writes: dict[str, Any]) -> Call:
@@ -73,138 +84,124 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake(monkeypatch)
 
 
-class Loop:
+class Cycle:
     """Two calls: accept makes a record and rows from a number that the host writes, observe reads
     the rows. `by`: observe also reads the record ("read") or makes it ("made").
     """
 
-    def __init__(self, *, by: str = "") -> None:
-        self.board = board = Handing()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, by: str = "") -> None:
+        fake(monkeypatch)
+        self.engine = engine = EarlyReads(monkeypatch)
         self.length, self.record, self.rows = (
-            board.empty(TensorSpec(name, DType.I32, (2,)), {}) for name in ("n", "record", "rows")
+            engine.tensors.empty(TensorSpec(name, DType.I32, (2,)), {})
+            for name in ("n", "record", "rows")
         )
         reads = {"rows": self.rows} | ({"record": self.record} if by == "read" else {})
         writes = {"record": self.record} if by == "made" else {}
         self.accept = call("accept", {"n": self.length}, {"record": self.record, "r": self.rows})
         self.observe = call("observe", reads, writes)
-        board.ready(self.accept, self.observe)
+        engine.ready(self.accept, self.observe)
 
     def run(self) -> None:
-        self.board.run([self.accept, self.observe])
+        self.engine.replay.run([self.accept, self.observe])
 
     def read(self, tensor: CudaTensor | None = None) -> list[int]:
-        return self.board.read(tensor or self.record).tolist()
+        return self.engine.replay.read(tensor or self.record).tolist()
 
 
-@pytest.mark.usefixtures("device")
-def test_a_record_is_there_before_the_step_has_ended() -> None:
-    it = Loop()
+def test_a_record_is_there_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Cycle(monkeypatch)
     for run in range(1, 4):
         it.run()
         assert it.read() == it.read() == [100 + run] * 2
-    assert it.board.waits == 0
+    assert it.engine.waits == 0
 
 
-@pytest.mark.usefixtures("device")
-def test_what_was_read_stays_while_the_next_step_writes() -> None:
-    it = Loop()
+def test_what_was_read_stays_while_the_next_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Cycle(monkeypatch)
     it.run()
-    first = it.board.read(it.record)
+    first = it.engine.replay.read(it.record)
     it.run()
     assert (first.tolist(), it.read()) == ([101] * 2, [102] * 2)
 
 
-@pytest.mark.usefixtures("device")
-def test_reading_anything_else_waits_for_everything() -> None:
-    it = Loop()
+def test_reading_anything_else_waits_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Cycle(monkeypatch)
     it.run()
-    assert it.read(cuda(it.rows)) == READ
-    assert it.board.waits == 1
-    assert it.board.read(it.record, (1,)).tolist() == [1]
-    assert it.board.waits == 2
+    assert it.read(it.rows) == READ
+    assert it.engine.waits == 1
+    assert it.engine.replay.read(it.record, (1,)).tolist() == [1]
+    assert it.engine.waits == 2
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("by", ["read", "made"])
-def test_what_the_last_call_reads_or_makes_is_not_handed_over(by: str) -> None:
-    it = Loop(by=by)
+def test_what_the_last_call_reads_or_makes_is_not_read_back_early(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Cycle(monkeypatch, by=by)
     it.run()
     assert it.read() == READ
-    assert it.board.waits == 1
+    assert it.engine.waits == 1
 
 
-@pytest.mark.usefixtures("device")
-def test_a_step_of_one_call_hands_nothing_over() -> None:
-    it = Loop()
-    it.board.run([it.accept])
+def test_a_step_of_one_call_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Cycle(monkeypatch)
+    it.engine.replay.run([it.accept])
     assert it.read() == READ
 
 
-@pytest.mark.usefixtures("device")
-def test_what_was_handed_over_does_not_outlive_its_run() -> None:
-    it = Loop()
+def test_what_was_read_back_early_does_not_outlive_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Cycle(monkeypatch)
     for change in (
-        lambda: it.board.run([it.accept]),
-        lambda: it.board.write(it.record, np.array([5, 6])),
-        lambda: it.board.write(it.record, np.array([5])),
-        lambda: it.board.clear(it.record),
+        lambda: it.engine.replay.run([it.accept]),
+        lambda: it.engine.replay.write(it.record, np.array([5, 6])),
+        lambda: it.engine.replay.write(it.record, np.array([5])),
+        lambda: it.engine.replay.clear(it.record),
     ):
         it.run()
         change()
-        waits = it.board.waits
+        waits = it.engine.waits
         assert it.read() == READ
-        assert it.board.waits == waits + 1
+        assert it.engine.waits == waits + 1
     it.run()
-    it.board.write(it.length, np.array([5, 6]))
-    assert it.read() == [100 + it.board.runs] * 2
+    it.engine.replay.write(it.length, np.array([5, 6]))
+    assert it.read() == [100 + it.engine.runs] * 2
 
 
-@pytest.mark.usefixtures("device")
-def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked() -> None:
-    it = Loop()
+def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = Cycle(monkeypatch)
     for run in range(1, 4):
         it.run()
         it.read()
         if run == 2:  # the time of the run still going on is not known yet
-            assert it.board._runs.seconds == {}
-    assert it.board.waits == 0
-    assert it.board.busy() == {"it": pytest.approx(3 * MS / 1e3)}
-    assert it.board.waits == 1
-    assert it.board.busy() == {"it": pytest.approx(3 * MS / 1e3)}
-    assert it.board.waits == 1
+            assert it.engine.replay.times.seconds == {}
+    assert it.engine.waits == 0
+    assert it.engine.replay.busy() == {"it": pytest.approx(3 * MS / 1e3)}
+    assert it.engine.waits == 1
+    assert it.engine.replay.busy() == {"it": pytest.approx(3 * MS / 1e3)}
+    assert it.engine.waits == 1
 
 
-@pytest.mark.usefixtures("device")
-def test_the_time_of_each_run_can_be_noted() -> None:
-    it = Loop()
-    it.run()
-    it.read()
-    it.board.busy()
-    each = it.board.note()
-    for _ in range(3):
-        it.run()
-        it.read()
-    it.board.busy()
-    assert each == pytest.approx([MS / 1e3] * 3)
-
-
-@pytest.mark.usefixtures("device")
-def test_the_rings_memory_is_free_again_when_a_record_has_come() -> None:
-    it = Loop()
-    busy = it.board._ring._busy
+def test_the_rings_memory_is_free_again_when_a_record_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = Cycle(monkeypatch)
+    busy = it.engine.tensors.ring._busy
     for n in range(1, 6):
-        it.board.write(it.length, np.array([n, n]))
+        it.engine.replay.write(it.length, np.array([n, n]))
         it.run()
         assert len(busy) == 1
         it.read()
         assert busy == []
     it.run()
-    it.board._ring.send(
+    it.engine.tensors.ring.send(
         1 << 41, np.zeros(64, np.uint8)
     )  # behind the step, which may not have begun
     it.read()
     assert len(busy) == 1
-    it.board.read(it.rows)
+    it.engine.replay.read(it.rows)
     assert busy == []
 
 
@@ -223,11 +220,11 @@ def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def note(name: str) -> None:
         original = getattr(device, name)
 
-        def told(*arguments: Any) -> Any:
+        def noting(*arguments: Any) -> Any:
             seen.append(name)
             return original(*arguments)
 
-        monkeypatch.setattr(device, name, told)
+        monkeypatch.setattr(device, name, noting)
 
     for name in ("cuLaunchKernelEx", "cuMemcpyDtoHAsync", "cuStreamWaitEvent", "cuGraphLaunch",
                  "cuEventRecordWithFlags", "cuEventSynchronize", "cuStreamSynchronize",
@@ -284,11 +281,11 @@ def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
         engine = s.model.engine
         calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
         excerpt = engine.excerpt(calls, lambda _: True)  # type: ignore[attr-defined]
-        assert excerpt.handed is None
+        assert excerpt.readback is None
         engine.run(calls)
-        assert engine._runs.latest is not None  # type: ignore[attr-defined]
+        assert engine.replay.times.latest is not None  # type: ignore[attr-defined]
         excerpt.run()
-        assert engine._runs.latest is None  # type: ignore[attr-defined]
+        assert engine.replay.times.latest is None  # type: ignore[attr-defined]
 
 
 def test_without_graphs_everything_is_waited_for(

@@ -115,9 +115,10 @@ def test_launches_overlap_only_if_the_engine_may(made: Path, device: Fake, overl
 
 
 def contexts(s: Session) -> dict[Any, Any]:
-    """(id of a call, places of its states) -> execution context."""
+    """(a call, places of its states) -> execution context."""
     engine: Any = s.model.engine
-    return dict(engine._contexts)
+    bounds = engine.replay.bound.values()
+    return {(b.call, places): made for b in bounds for places, made in b.contexts.items()}
 
 
 def test_states_are_updated_in_place_or_swap_places(made: Path, device: Fake) -> None:
@@ -164,7 +165,7 @@ def test_states_are_cleared_after_the_runs_before_a_capture(made: Path, device: 
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         last = len(device.calls) - device.calls[::-1].index("cuLaunchKernelEx")
         engine: Any = s.model.engine
-        places = sum(len(tensor.places) for tensor in engine._tensors)
+        places = sum(len(tensor.places) for tensor in engine.tensors.all)
         assert device.calls[last:].count("cuMemsetD8Async") == places
 
 
