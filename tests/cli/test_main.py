@@ -92,12 +92,12 @@ class Report:
 
 @dataclass
 class Session:
-    """Stands in for a session: answers every request with `said` and keeps the requests. `fault` is
+    """Stands in for a session: gives `answer` to every request and keeps the requests. `fault` is
     raised after the answer's last token.
     """
 
     tokenizer: Tokenizer | None
-    said: str = "think</think>\n\nhé<|im_end|>"
+    answer: str = "think</think>\n\nhé<|im_end|>"
     manifest: Any = MANIFEST
     model: Any = field(default_factory=lambda: SimpleNamespace(limit=100))
     fault: BaseException | None = None
@@ -106,7 +106,7 @@ class Session:
 
     def generate(self, request: Request) -> Iterator[Chunk]:
         self.requests.append(request)
-        tokens = self.tokenizer.encode(self.said) if self.tokenizer else [5, 6, 7]
+        tokens = self.tokenizer.encode(self.answer) if self.tokenizer else [5, 6, 7]
         for i, token in enumerate(tokens):
             yield Chunk((token,), "stop" if i + 1 == len(tokens) and not self.fault else "")
         if self.fault:
@@ -181,7 +181,7 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     keys = ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
     assert list(got) == [*keys, "phases", "close_kind", "notes"]
     assert session.tokenizer
-    assert got["tokens"] == session.tokenizer.encode(session.said)
+    assert got["tokens"] == session.tokenizer.encode(session.answer)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
     assert got["usage"] == {"prompt_tokens": 4, "thinking_tokens": 6, "output_tokens": 12}
     assert got["spec"] == dataclasses.asdict(Spec())
@@ -189,10 +189,10 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
 
 
-def test_thinking_off_is_said_to_the_template(
+def test_the_template_knows_that_thinking_is_off(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session.said = "hé"
+    session.answer = "hé"
     assert generate("--prompt", "hi", "--thinking", "off", "--json") == 0
     got = json.loads(capsys.readouterr().out)
     assert (got["text"], got["thinking"], got["usage"]["thinking_tokens"]) == ("hé", "", 0)
@@ -255,7 +255,7 @@ def test_a_fault_while_thinking_leaves_a_clean_terminal(
     code: int,
 ) -> None:
     screen = Terminal()
-    session.said, session.fault = "thin", fault
+    session.answer, session.fault = "thin", fault
     monkeypatch.setattr(sys, "stdout", screen)
     assert generate("--prompt", "hi") == code
     assert screen.getvalue() == "\x1b[2mthin\x1b[0m\n"
@@ -263,7 +263,7 @@ def test_a_fault_while_thinking_leaves_a_clean_terminal(
     assert session.closed
 
 
-def test_json_says_nothing_where_it_fails(
+def test_json_is_nothing_where_it_fails(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session.fault = RequestError("a\nb")
@@ -283,88 +283,41 @@ def test_a_bug_shows_itself(session: Session) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            "",
-            "the following arguments are required: VERB (see thor-dflash --h",
-        ),
+        ("", "the following arguments are required: VERB (see thor-dflash --h"),
         ("bake", "invalid choice: 'bake'"),
         ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
-        (
-            "generate --package p --prompt a --tokens b",
-            "--tokens: not allowed with argument --prompt",
-        ),
-        ("generate --package p --tokens b --thinking off", "--thinking must go with --prompt or"),
+        ("generate --package p --prompt a --tokens b", "--tokens: not allowed with argument --pr"),
         ("generate --prompt a", "the following arguments are required: --package"),
         (
             "generate --package p --prompt a --max-tok 3",
             "--max-tok must be an option of generate (did you mean --max-tokens?) "
             "(see thor-dflash generate --help)",
         ),
-        ("generate --package p --promt=a", "--promt must be an option of generate (did you mean"),
-        ("serve --mok", "--mok must be an option of serve (did you mean --mock?)"),
         ("doctor --zzz", "--zzz must be an option of doctor (see thor-dflash doctor --help)"),
         ("plan a b", "unrecognized arguments: b (see thor-dflash plan --help)"),
         ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
-        (
-            "generate --package p --prompt a --max-tokens 0",
-            "decode.max_tokens must be 1 to 2147483647 (got 0)",
-        ),
         ("generate --package p --prompt a --drafter eagle", 'decode.drafter must be "auto" or'),
-        (
-            "generate --package p --prompt a --thinking off -s decode.thinking=on",
-            "decode.thinking must be given once (got an option and --set)",
-        ),
+        ("generate --package p --prompt= ", "--prompt must be a text that is not empty"),
         ("generate --package p --prompt a -c no.toml", "no.toml must be a readable file"),
-        (
-            "generate --package p --messages no.json",
-            "no.json must be a readable file (got: No such",
-        ),
-        ("build --target t --out o --engine tpu", "build.engine must be"),
-        ("build --target t", "the following arguments are required: --out"),
-        ("score --package p --tokens no.json --out x.npz", "no.json must be a readable file"),
+        ("generate --package p --messages no.json", "no.json must be a readable file"),
+        ("build --target t --out .", "must be free or a thor-dflash package"),
         ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),
         ("score --package p --tokens t --out no/x.npz", "in a directory that exists"),
         ("demo --set kv=f32", "did you mean build.kv?"),
-        (
-            "demo --set build.chunk=8 --set build.chunk=4",
-            "build.chunk must be given once (got --set 2 times)",
-        ),
-        (
-            "demo --set build.tensorrt.level=1",
-            "build.tensorrt.level must go with --engine tensorrt (got ort)",
-        ),
-        (
-            f"build --target t --out {'o' * 300}",
-            f"{'o' * 300} must be usable (got: File name too long)",
-        ),
+        (f"build --target t --out {'o' * 300}", f"{'o' * 300} must be usable (got: File name too"),
     ],
 )
 @pytest.mark.usefixtures("session")
-def test_what_is_wrong_is_told_in_one_line_with_status_2(
+def test_what_is_wrong_is_one_line_with_status_2(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)  # where the relative paths lead nowhere and may be written
+    (tmp_path / "taken").write_text("")
     for name in ("builders.build", "runtime.measure.score", "calib.demo"):
         install(monkeypatch, name, build=None, blocks=None, shapes=None, run=None)
     assert main.main(args.split()) == 2
     assert message in line(capsys)
-
-
-def test_build_refuses_an_out_that_is_taken_before_it_reads_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(monkeypatch, "builders.build", build=None)
-    assert main.main(["build", "--target", "t", "--out", str(tmp_path)]) == 2
-    assert "must be free or a thor-dflash package (got a directory of something" in line(capsys)
-
-
-@pytest.mark.usefixtures("session")
-def test_a_prompt_must_be_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate("--prompt", " ") == 2
-    assert "--prompt must be a text that is not empty" in line(capsys)
-    assert generate("--prompt", "\udcff") == 2
-    assert "--prompt must be UTF-8" in line(capsys)
 
 
 # --- build, demo

@@ -10,7 +10,7 @@ import pytest
 from support.samples import MANIFEST
 
 from thor_dflash.cli import main
-from thor_dflash.cli.requests import Question
+from thor_dflash.cli.requests import PromptOptions
 from thor_dflash.config.decode import NO_BUDGET, NO_DRAFT_LIMITS
 from thor_dflash.config.tree import load
 from thor_dflash.core.errors import RequestError
@@ -29,8 +29,8 @@ def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Requ
     session: Any = SimpleNamespace(
         manifest=MANIFEST, tokenizer=text, model=SimpleNamespace(limit=100, capacity=116)
     )
-    question = Question(messages, None if messages else (1, 2))
-    return question.request(session, load(None, overrides), Silent())
+    prompt_options = PromptOptions(messages, None if messages else (1, 2))
+    return prompt_options.request(session, load(None, overrides), Silent())
 
 
 def test_what_is_said_of_decoding_reaches_the_session() -> None:
@@ -78,11 +78,11 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
     )
     model = SimpleNamespace(limit=limit, capacity=limit + 16)
     session: Any = SimpleNamespace(tokenizer=text, model=model, manifest=MANIFEST)
-    question = Question([{"role": "user", "content": "x"}], None)
-    assert question.request(session, load(None, ()), Silent()).prompt == (1,) * limit
+    prompt_options = PromptOptions([{"role": "user", "content": "x"}], None)
+    assert prompt_options.request(session, load(None, ()), Silent()).prompt == (1,) * limit
     least += 1
     with pytest.raises(RequestError, match=r"must be <= 100 tokens, .* \(got 101 or more\)"):
-        question.request(session, load(None, ()), Silent())
+        prompt_options.request(session, load(None, ()), Silent())
 
 
 @pytest.mark.parametrize("verb", ["generate", "profile"])

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 import thor_dflash
-from thor_dflash.cli import arguments as verb_options
+from thor_dflash.cli.arguments import COMMANDS, path
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.message_text import cut
 
@@ -71,11 +71,6 @@ class _Once(argparse.Action):
         vars(namespace)[self.dest] = values
 
 
-def listed(sections: Sequence[str]) -> str:
-    """Configuration sections as text."""
-    return ", ".join(sections)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
@@ -104,37 +99,13 @@ def _parsers(used: Sequence[str] | None) -> tuple[argparse.ArgumentParser, Mappi
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, add, sections, text in (
-        ("build", verb_options.build, "build",
-         "make a package out of a target model and, if there is one, its drafter"),
-        ("generate", verb_options.generate, "engine decode",
-         "answer one prompt with a package"),
-        ("profile", verb_options.profile, "engine decode",
-         "measure one answer many times: where each millisecond goes"),
-        ("score", verb_options.score, "engine",
-         "write the model's logits after each of the given token ids"),
-        ("check", verb_options.check, "engine",
-         "test that a package computes what it should, operator by operator"),
-        ("doctor", verb_options.doctor, "engine",
-         "tell what this machine can run, and how to mend the rest"),
-        ("demo", verb_options.demo, "build engine",
-         "plan one task with the small model of the repository (needs a checkout)"),
-        ("bench", verb_options.bench, "build engine",
-         "measure what each part of a step costs on this GPU"),
-        ("serve", verb_options.serve, "engine serve",
-         "run a plan server, which answers plan requests over ZeroMQ"),
-        ("plan", verb_options.plan, "",
-         "ask a running plan server for one plan"),
-        ("gateway", verb_options.gateway, "gateway",
-         "offer OpenAI's HTTP API in front of running plan servers"),
-        ("keygen", verb_options.keygen, "",
-         "make the CURVE keys of an encrypted plan server and of its first client"),
-    ):  # fmt: skip
+    for name, (add, sections, text) in COMMANDS.items():
         sub = made[name] = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         if used is not None and name not in used:
             continue
         sub.register("action", None, _Once)
-        add(sub)
+        if add is not None:
+            add(sub)
         reads = sections.split()
         sub.set_defaults(reads=reads, config=None, set=[])
         if reads:
@@ -144,9 +115,7 @@ def _parsers(used: Sequence[str] | None) -> tuple[argparse.ArgumentParser, Mappi
 
 def _settings(sub: _Parser, name: str, reads: Sequence[str]) -> None:
     """Add the options by which a subcommand gets its sections of the configuration."""
-    sub.add_argument(
-        "-c", "--config", type=verb_options.path, metavar="FILE.toml", help="configuration file"
-    )
+    sub.add_argument("-c", "--config", type=path, metavar="FILE.toml", help="configuration file")
     keys = " and ".join(f"{section}.*" for section in reads)
     sub.add_argument(
         "-s", "--set", action="append", default=[], metavar="a.b=value",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
+from thor_dflash.cli.option_checks import given_keys
 from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
@@ -22,7 +23,7 @@ PLACES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PromptOptions:
     """A chat to render, or token ids as they are."""
 
     messages: list[dict[str, str]] | None
@@ -52,7 +53,7 @@ class Question:
             return replace(request, grammar=grammar)
 
 
-def read_question(args: Namespace, config: DecodeConfig) -> Question:
+def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
     """Read the prompt and the schema of the command line, before anything is loaded.
 
     Raises:
@@ -67,19 +68,19 @@ def read_question(args: Namespace, config: DecodeConfig) -> Question:
         raise ConfigError(
             "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
         )
-    return Question(_messages(args), tokens, schema)
+    return PromptOptions(_messages(args), tokens, schema)
 
 
-def endless(request: Request) -> list[str]:
+def unbounded_notes(request: Request) -> list[str]:
     """What in the request's schema lets an answer grow until it is cut off."""
     warnings = request.grammar.warnings if request.grammar else ()
-    told = [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
-    if left := len(warnings) - len(told):
-        told.append(f"an answer may grow without end in {left} more places of the schema")
-    return told
+    notes = [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
+    if left := len(warnings) - len(notes):
+        notes.append(f"an answer may grow without end in {left} more places of the schema")
+    return notes
 
 
-def untouched(request: Request, text: str) -> list[str]:
+def unused_schema_notes(request: Request, text: str) -> list[str]:
     """That the schema applied to nothing, if so: a model may stop while it thinks.
     `text`: the answer after the thinking.
     """
@@ -99,7 +100,7 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
     """Refuse a key of the command line without effect. A configuration file may hold it for other
     answers.
     """
-    given = _given(args)
+    given = given_keys(args)
     for section, names, used, need in (
         ("relaxed", ("rule", "k", "margin"), config.accept == "relaxed",
          "--accept relaxed (got accept strict)"),
@@ -115,10 +116,8 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
 
 
 def _check_thinking(args: Namespace, config: DecodeConfig) -> None:
-    """Refuse what the command line says of thinking, of its budget and of what is accepted in it if
-    they disagree.
-    """
-    given = _given(args)
+    """Refuse settings of thinking, of its budget and of acceptance that contradict each other."""
+    given = given_keys(args)
     budgeted = given & {"decode.budget.tokens", "decode.budget.effort"}
     off = args.tokens is None and config.thinking == "off"
     if off and budgeted and _limits(config):
@@ -129,12 +128,6 @@ def _check_thinking(args: Namespace, config: DecodeConfig) -> None:
         raise ConfigError(f"decode.accept relaxed must go with decode.thinking on (got {got})")
     if "decode.thinking" in given and budgeted and config.thinking == "on" and not _thinks(config):
         raise ConfigError("decode.thinking must be off with decode.budget.effort none (got on)")
-
-
-def _given(args: Namespace) -> set[str]:
-    """The keys that the command line sets, by --set or by their own option."""
-    options = {key for key, value in vars(args).items() if "." in key and value is not None}
-    return options | {item.partition("=")[0].strip() for item in args.set}
 
 
 def _limits(config: DecodeConfig) -> bool:
@@ -182,15 +175,15 @@ def _thinks(decode: DecodeConfig) -> bool:
 def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
     from thor_dflash.runtime.session import Request
 
-    has, asked = session.manifest.drafter is not None, config.decode.drafter
-    if asked == "dflash" and not has:
+    has, drafter = session.manifest.drafter is not None, config.decode.drafter
+    if drafter == "dflash" and not has:
         raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
     stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
     return Request(
         prompt=prompt,
         max_tokens=config.decode.max_tokens,
         stop=frozenset(stop),
-        drafter="dflash" if has and asked != "none" else "none",
+        drafter="dflash" if has and drafter != "none" else "none",
         budget=config.decode.budget,
         relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
         gate=config.decode.gate == "on",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.planner_nano import NANO
 from tokenizers import pre_tokenizers
 
-from thor_dflash.cli.requests import Question
+from thor_dflash.cli.requests import PromptOptions
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
@@ -82,7 +82,7 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
     monkeypatch.setattr(Tokenizer, "encode", never)
     model = SimpleNamespace(limit=1000, capacity=1016)
     session: Any = SimpleNamespace(tokenizer=text, model=model)
-    question = Question([{"role": "user", "content": "x" * 42_000}], None)
+    question = PromptOptions([{"role": "user", "content": "x" * 42_000}], None)
     rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
     with pytest.raises(RequestError, match=rule):
         question.request(session, Config(), Silent())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thor_dflash.cli import unused_settings
+from thor_dflash.cli import option_checks
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.tree import Config
@@ -92,7 +92,7 @@ def _check_shape(args: Namespace, config: Config) -> None:
         raise ConfigError("--shape must go with --random-weights (got --shape alone)")
     if config.build.engine != "cuda":
         raise ConfigError(f"--shape must go with --engine cuda (got {config.build.engine})")
-    unused_settings.refuse_tensorrt(args.set, config.build.engine)
+    option_checks.refuse_tensorrt(args.set, config.build.engine)
     if (args.out is not None) != args.ready:
         alone = "ready" if args.ready else "out"
         raise ConfigError(
@@ -103,7 +103,7 @@ def _check_shape(args: Namespace, config: Config) -> None:
 
 
 def _check_sizes(given: list[str]) -> None:
-    for key, value in unused_settings.items(given):
+    for key, value in option_checks.items(given):
         if key in IDLE or key.startswith("build.card."):
             raise ConfigError(
                 f"{key} must be left out or go with --ready: it has no effect on the steps of a "

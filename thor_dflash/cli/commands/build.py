@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thor_dflash.cli import unused_settings
+from thor_dflash.cli import option_checks
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import CheckpointError, ConfigError, RequestError
@@ -56,8 +56,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:
-    unused_settings.refuse_tensorrt(args.set, config.engine)
-    for key, _ in unused_settings.items(args.set):
+    option_checks.refuse_tensorrt(args.set, config.engine)
+    for key, _ in option_checks.items(args.set):
         if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
             raise ConfigError(f"{key} must go with --drafter (got none)")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from thor_dflash.cli import unused_settings
+from thor_dflash.cli import option_checks
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress
 
@@ -13,8 +13,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Build the small model and plan one task."""
     from thor_dflash.core.extras import extra
 
-    unused_settings.refuse_tensorrt(args.set, config.build.engine)
-    unused_settings.refuse_engine(args.set, [config.build.engine])
+    option_checks.refuse_tensorrt(args.set, config.build.engine)
+    option_checks.refuse_engine(args.set, [config.build.engine])
     with extra("build"):
         from thor_dflash.calib import demo
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import thor_dflash
-from thor_dflash.cli import unused_settings
+from thor_dflash.cli import option_checks
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress
@@ -37,7 +37,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
 
 def _check_sizes(given: list[str]) -> None:
-    for key, _ in unused_settings.items(given):
+    for key, _ in option_checks.items(given):
         if key in SIZES:
             raise ConfigError(f"{key} must go with --package (got none)")
 

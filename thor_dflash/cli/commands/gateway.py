@@ -42,7 +42,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     # For a signal before uvicorn installs its own handlers, and after it has shut down: it then
     # restores these and raises the signals it caught again.
-    for number in stdio.endings():
+    for number in stdio.shutdown_signals():
         signal.signal(number, stop)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     # Below that it only warns of each write to a client that is gone, which is no news either.

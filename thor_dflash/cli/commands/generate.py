@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
-from thor_dflash.cli.requests import endless, read_question, untouched
+from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress, amount, print_line
 
@@ -64,11 +64,11 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text.tokenizer import Answer
 
-    question = read_question(args, config.decode)
+    prompt_options = read_prompt(args, config.decode)
     with closing(open_session(args.package, config.engine, progress)) as session:
-        request = question.request(session, config, progress)
+        request = prompt_options.request(session, config, progress)
         progress.close()
-        for text in endless(request):
+        for text in unbounded_notes(request):
             print_line(sys.stderr, f"note: {text}")
         answer = Answer(session.tokenizer, request.prompt) if session.tokenizer else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
@@ -76,7 +76,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             chunks = _reported(chunks, progress)
         output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
-    for text in untouched(request, answer.text() if answer else ""):
+    for text in unused_schema_notes(request, answer.text() if answer else ""):
         print_line(sys.stderr, f"note: {text}")
     if args.json:
         print(json.dumps(_result(request.prompt, output, answer, report)))

@@ -18,7 +18,7 @@ from thor_dflash.cli import output_files
 from thor_dflash.cli.input_files import read_json
 from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
-from thor_dflash.cli.requests import endless, read_question, untouched
+from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
 from thor_dflash.config.tree import Config
 from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import ConfigError, RequestError, ThorError
@@ -58,15 +58,15 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.measure.profile import profile, stretches
     from thor_dflash.runtime.session import open_session
 
-    question = read_question(args, config.decode)
+    prompt_options = read_prompt(args, config.decode)
     speed = jetson.speed(LocalMachine())
     taken: list[Taken] = []
     inside, ended = None, None
     with closing(open_session(args.package, config.engine, progress)) as session:
-        request = question.request(session, config, progress)
+        request = prompt_options.request(session, config, progress)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
-            same = "--compare must be a profile of the same question and settings"
+            same = "--compare must be a profile of the same prompt_options and settings"
             raise RequestError(f"{same} (got {'; '.join(told)})")
         watch = PowerSampler(find_sensors(), junction())
         try:
@@ -90,8 +90,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         notes=(
             *_early(ended, args, when),
             *_notes(speed),
-            *endless(request),
-            *untouched(request, _text(session, request, runs)),
+            *unbounded_notes(request),
+            *unused_schema_notes(request, _text(session, request, runs)),
         ),
     )
     try:

@@ -55,7 +55,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         die=die,
     )
     sys.setswitchinterval(SWITCH_S)
-    for number in stdio.endings():
+    for number in stdio.shutdown_signals():
         signal.signal(number, lambda signum, frame: server.stop())
     log(f"listening on {', '.join(server.endpoints)}")
     _until_stopped(server, progress, log)
