@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
+from support.coverings import pairwise, some
 from support.gdn_cases import case_of, poisoned
 from support.gdn_epilogue_calls import HEAD, check_left, finishing, normed_case, taking
 from support.kernel_runner import call_of, compare, launch, shaped
@@ -115,9 +116,7 @@ def test_a_product_applies_the_factors_of_heads(
 
 
 @emulated
-@pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("rows", [3, 16, 32])
+@pairwise(quick=3, rows=[3, 16, 32], parts=[2, 4, 8], size=[(8, 2), (4, 3)])
 def test_any_cut_applies_the_factors_of_heads(
     rows: int, parts: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +160,7 @@ def test_heads_may_have_values_of_any_size(device: Device) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("large", range(7))
+@pytest.mark.parametrize("large", some(range(7), [0, 6]))
 def test_squares_of_a_head_may_overflow(large: int) -> None:
     """The true norm is not known then, but the row is finite, as it is from the separate launch.
     Blocks have up to two heads, of which either may be the large one.

@@ -10,6 +10,7 @@ import pytest
 from emulator import runner
 from emulator.compiler import EmulatorFault
 from emulator.runner import EARLY, Emulator
+from support.coverings import pairwise
 from support.gdn_cases import case_of, poisoned, prefill
 from support.kernel_runner import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
 from support.kernel_usage import usage_of
@@ -331,8 +332,8 @@ def test_a_block_that_saves_states_keeps_no_records() -> None:
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
+@pytest.mark.slow
+@pairwise(device=[H100, THOR], kept=[0, 1])
 def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device, kept: int) -> None:
     """A multiprocessor has 65,536 registers. Source: CUDA C++ Programming Guide, compute
     capabilities 9.0 and 11.0.

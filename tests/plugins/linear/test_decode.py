@@ -13,6 +13,7 @@ from emulator.runner import LATE, Emulator
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import kernel_runner
+from support.coverings import pairwise
 from support.linear_shapes import BF16, N4, SHAPES, bf16, nvfp4
 from support.slab_outputs import leaving
 
@@ -74,8 +75,7 @@ def streamed(plan: PackedLayout, cut: Partition) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 2, 20, 132])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise(quick=7, shape=list(SHAPES), multiprocessors=[1, 2, 20, 132])
 def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int) -> None:
     plan = _layout(*SHAPES[shape])
     cut = partition(plan, multiprocessors)
@@ -269,8 +269,7 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pairwise(quick=3, rows=[1, 16, 32], wide=[False, True])
 def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> None:
     rng = np.random.default_rng(rows)
     inputs = {
@@ -303,8 +302,7 @@ def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> 
         np.testing.assert_array_equal(got["y0_slabs"], kernel_runner.slabs(made.astype(BF16)))
 
 
-@pytest.mark.parametrize("epilogue", ["none", "swiglu", "residual"])
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pairwise(quick=3, rows=[1, 16, 32], epilogue=["none", "swiglu", "residual"])
 def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None:
     """The slabs hold the very rows of the output."""
     rng = np.random.default_rng(rows)

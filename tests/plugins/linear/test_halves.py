@@ -9,6 +9,7 @@ import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support import kernel_runner
+from support.coverings import pairwise
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
@@ -48,9 +49,7 @@ def thin_cut(k: int, on: Device) -> Partition:
 
 
 @emulated
-@pytest.mark.parametrize("rows", [1, 16, 32])
-@pytest.mark.parametrize("k", [16, 128, 320, 1152])
-@pytest.mark.parametrize("multiprocessors", [3, 5, 40])
+@pairwise(quick=4, rows=[1, 16, 32], k=[16, 128, 320, 1152], multiprocessors=[3, 5, 40])
 def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
     check(kernel_runner.call_of(LINEAR, thin(rows, k)), Device((9, 0), multiprocessors), rows)
 

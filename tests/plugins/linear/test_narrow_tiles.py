@@ -12,6 +12,7 @@ from emulator.runner import Emulator
 from hypothesis import given
 from hypothesis import strategies as st
 from support import kernel_runner
+from support.coverings import pairwise, some
 from support.kernel_usage import usage_of
 from support.received_loads import tells
 
@@ -197,7 +198,7 @@ def _scales(word: int) -> list[int]:
 
 # ---- few rows ------------------------------------------------------------------------------------
 @emulated
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", some([1, 32], [1]))
 def test_memory_is_free_only_when_whole_and_narrow_tiles_have_been_loaded(rows: int) -> None:
     """The last codes of a stage that a warp loads of each; scales and sums of an item."""
     call = kernel_runner.call_of(LINEAR, gate_up(rows, 256))
@@ -241,8 +242,7 @@ def test_the_cuts_of_these_tests_are_the_intended_ones() -> None:
 
 
 @emulated
-@pytest.mark.parametrize("rows", [3, 16, 20])
-@pytest.mark.parametrize("seed", [0, 1, 5])
+@pairwise(quick=3, rows=[3, 16, 20], seed=[0, 1, 5])
 def test_items_with_a_narrow_tile_precede_items_without_one(rows: int, seed: int) -> None:
     run(kernel_runner.call_of(LINEAR, gate_up(rows, 128, MANY)), device(1), seed)
 
@@ -270,10 +270,7 @@ def odd_cut(plan: PackedLayout, multiprocessors: int, *, by_head: bool = False) 
 
 
 @emulated
-@pytest.mark.parametrize("rows", [3, 16, 32])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("k", [64, 256, 704])
-@pytest.mark.parametrize("narrow", [False, True])
+@pairwise(quick=4, rows=[3, 16, 32], seed=[0, 1, 2], k=[64, 256, 704], narrow=[False, True])
 def test_items_may_come_in_any_order(
     rows: int, seed: int, k: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,15 +285,14 @@ def test_items_may_come_in_any_order(
 
 
 @emulated
-@pytest.mark.parametrize("rows", [5, 16, 30])
-@pytest.mark.parametrize("width", [WIDTH - 8, WIDTH - 24])
+@pairwise(quick=2, rows=[5, 16, 30], width=[WIDTH - 8, WIDTH - 24])
 def test_segments_may_end_inside_narrow_tiles(rows: int, width: int) -> None:
     for on in (1, 3):
         run(kernel_runner.call_of(LINEAR, gate_up(rows, 192, width)), device(on), on)
 
 
 @emulated
-@pytest.mark.parametrize("most", [16, 32])
+@pytest.mark.parametrize("most", some([16, 32], [16]))
 def test_a_row_does_not_depend_on_how_many_there_are(most: int) -> None:
     want = run(kernel_runner.call_of(LINEAR, gate_up(most, 320)), device(4))["y0"]
     for rows in (most - 15, most - 14, most - 7, most - 1):
@@ -305,8 +301,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(most: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("multiprocessors", [1, 4])
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pairwise(quick=2, rows=[1, 16, 32], multiprocessors=[1, 4])
 def test_normed_rows_come_in_and_rows_are_left(
     rows: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,8 +330,7 @@ def test_normed_rows_come_in_and_rows_are_left(
 
 
 @emulated
-@pytest.mark.parametrize("rows", [16, 32])
-@pytest.mark.parametrize("k", [64, 384])
+@pairwise(quick=2, rows=[16, 32], k=[64, 384])
 def test_every_item_applies_the_rows_norm_factor(
     rows: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,8 +360,7 @@ def test_random_weights_know_which_tiles_are_narrow() -> None:
 
 # ---- many rows -----------------------------------------------------------------------------------
 @emulated
-@pytest.mark.parametrize("k", [16, 64, 208, 640])
-@pytest.mark.parametrize("rows", [33, 64, 130])
+@pairwise(quick=3, rows=[33, 64, 130], k=[16, 64, 208, 640])
 def test_prefill_reads_narrow_tiles(rows: int, k: int) -> None:
     call = kernel_runner.call_of(LINEAR, gate_up(rows, k))
     assert launches(call.site, H100)[-1].defines["KINDS"] == 1 << N4 | 1 << 3
@@ -375,8 +368,8 @@ def test_prefill_reads_narrow_tiles(rows: int, k: int) -> None:
 
 
 # ---- as built ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.slow
+@pairwise(rows=[16, 32], arch=["sm_90", "sm_110"])
 def test_the_kernel_of_a_verify_does_not_spill(arch: str, rows: int) -> None:
     """As a verify calls it: normed rows come in slabs, and rows are left in slabs."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")

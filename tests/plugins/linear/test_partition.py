@@ -9,6 +9,7 @@ from emulator.runner import Emulator
 from hypothesis import given
 from hypothesis import strategies as st
 from support import kernel_runner
+from support.coverings import pairwise
 from support.linear_shapes import BF16, SHAPES, nvfp4
 
 from thor_dflash.plugins import LINEAR
@@ -88,8 +89,7 @@ ROWS, BLOCKS = (40, 64, 70, 130, 200, 300), (1, 2, 5, 6, 12, 132)
 
 
 @needs_emulator
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pairwise(quick=6, rows=ROWS, blocks=BLOCKS)
 def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
     """Nine n-tiles, so that in the last piece, of one n-tile, most of a block's warps are idle."""
     rng = np.random.default_rng(rows)

@@ -10,6 +10,7 @@ import pytest
 from emulator import runner
 from emulator.compiler import COMPILER, MACHINE, EmulatorFault
 from emulator.runner import Emulator
+from support.coverings import pairwise
 from support.kernel_cases import cases_of
 from support.kernel_runner import (
     SLAB,
@@ -89,9 +90,7 @@ def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
         np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
 
 
-@pytest.mark.parametrize("shared", [232448, 101376])
-@pytest.mark.parametrize("t", [64, 128])
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+@pairwise(kind=["nvfp4", "fp8", "bfloat16"], t=[64, 128], shared=[232448, 101376])
 def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
     kind: str, t: int, shared: int
 ) -> None:
@@ -104,17 +103,19 @@ def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
     assert stages == 6 or one.shared // stages * (stages + 1) > shared
 
 
-@pytest.mark.parametrize("shared", [232448, 101376])
-@pytest.mark.parametrize("k", [16, 64, 80, 128, 208, 1040])
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
+@pairwise(
+    quick=6,
+    kind=["nvfp4", "fp8", "bfloat16"],
+    k=[16, 64, 80, 128, 208, 1040],
+    shared=[232448, 101376],
+)
 def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: int) -> None:
     rng = np.random.default_rng(k)
     case = OpCase(kind, {"x": rows(rng, 70, k), **weight_case(rng, kind, 336, k)}, {})
     run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
 
 
-@pytest.mark.parametrize("k", [16, 80, 352])
-@pytest.mark.parametrize("t", [33, 130])
+@pairwise(quick=2, k=[16, 80, 352], t=[33, 130])
 def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
     """Items of one, two and six half steps of K; several items to a block and a single one."""
     call = call_of(LINEAR, three_kinds(t, k))
@@ -128,9 +129,9 @@ def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
             np.testing.assert_array_equal(got.view(np.uint16), want[name].view(np.uint16))
 
 
-@pytest.mark.parametrize("t", [40, 140])
-@pytest.mark.parametrize("gate", ["none", "sigmoid", "silu"])
-@pytest.mark.parametrize("head_dim", [0, 8, 64, 128, 256, 768])
+@pairwise(
+    quick=6, t=[40, 140], gate=["none", "sigmoid", "silu"], head_dim=[0, 8, 64, 128, 256, 768]
+)
 def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> None:
     rng = np.random.default_rng(9)
     k, n = 768, 72
@@ -152,8 +153,7 @@ def test_several_blocks_prepare_a_row_if_no_sum_covers_all_of_it(
     assert launches(site, device(1))[0].grid == (t, blocks, 1)
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bfloat16"])
-@pytest.mark.parametrize("n", [8, 136, 296])
+@pairwise(quick=3, kind=["nvfp4", "fp8", "bfloat16"], n=[8, 136, 296])
 def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
     x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}
