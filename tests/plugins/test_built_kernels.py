@@ -43,6 +43,7 @@ def launches(program: Program, device: Device) -> Iterator[tuple[Path, Launch]]:
             yield rule.source(one), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
 def test_no_kernel_of_a_cycle_spills(package: Path, device: Device) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from emulator.compiler import COMPILER, FLAGS, signatures
 from emulator.runner import LATE, Emulator
-from support.kernel_cases import LEANING, call_site, cases_of, every_code, taken_of
+from support.kernel_cases import (
+    LEANING,
+    call_site,
+    cases_by_operator,
+    cases_of,
+    every_code,
+    taken_of,
+)
 from support.kernel_runner import (
     Call,
     Refused,
@@ -32,7 +39,7 @@ from support.sites_27b import sites as model_sites
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR, OPS
-from thor_dflash.plugins.contract import Op, OpCase
+from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
     H100,
@@ -60,32 +67,23 @@ SMALL = Device((9, 0), 12)
 """Each block has more to do, and there are fewer to emulate, than on an H100."""
 FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
 """Seeds of the emulator: the order of threads and blocks."""
+Defines = tuple[tuple[str, int], ...]
 REFUSAL = re.compile(r"\w+[.:].* must .+ \(got .+\)")
 
 
-every_case = pytest.mark.parametrize(
-    ("op", "name"),
-    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in cases_of(op)],
-)
+def taken(op: Op) -> list[str]:
+    """Names of the cases that the kernels do not refuse."""
+    return [name for name, _ in taken_of(op)]
 
 
-def accepted(op: Op, case: OpCase, x_squares: bool = False, y_squares: bool = False) -> Call | None:
-    """The call, or None if the kernels refuse it; then the message must have the usual form."""
-    try:
-        return call_of(op, case, x_squares, y_squares)
-    except Refused as refusal:
-        why = str(refusal)
-    assert REFUSAL.fullmatch(why), why
-    return None
+every_case = cases_by_operator(ROOMS, taken)
 
 
 @cache
-def forward(room: str, name: str) -> tuple[Call, dict[str, Array]] | None:
-    """The call and outputs of a case, run once for all tests that need it; None if refused."""
+def forward(room: str, name: str) -> tuple[Call, dict[str, Array]]:
+    """The call and outputs of a case, run once for all tests that need it."""
     (op,) = (op for op in OPS if op.name == room)
-    call = accepted(op, cases_of(op)[name])
-    if call is None:
-        return None
+    call = call_of(op, cases_of(op)[name])
     got = launch(call, Emulator(FORWARD), THOR)
     for x in got.values():
         x.flags.writeable = False
@@ -96,10 +94,7 @@ def forward(room: str, name: str) -> tuple[Call, dict[str, Array]] | None:
 @emulated
 @every_case
 def test_kernels_equal_the_reference(op: Op, name: str) -> None:
-    run = forward(op.name, name)
-    if run is None:
-        return
-    call, got = run
+    call, got = forward(op.name, name)
     assert dict(call.site.ports) == dict(call_site(op, cases_of(op)[name]).ports)
     nearest = name not in LEANING
     compare(op, got, call.want, nearest)
@@ -110,17 +105,15 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
 
 
 @emulated
+@pytest.mark.emulator
 @every_room
 def test_any_warp_may_be_late(op: Op) -> None:
     """None may miss the end of a barrier's phase, or give other bits, if all others run first. With
     one multiprocessor, each block has most to do.
     """
     alone = Device((9, 0), 1)
-    cases = cases_of(op)
-    for name in (n for i, n in enumerate(cases) if i % 25 == 0 or n in WITHOUT_PART):
-        call = accepted(op, cases_of(op)[name])
-        if call is None:
-            continue
+    for name in (n for i, n in enumerate(taken(op)) if i % 25 == 0 or n in WITHOUT_PART):
+        call = call_of(op, cases_of(op)[name])
         got = launch(call, Emulator(FORWARD), alone)
         most = max(one.threads for one in rule_of(op).launches(call.site, alone))
         for warp in range(most // 32):
@@ -128,16 +121,15 @@ def test_any_warp_may_be_late(op: Op) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("name", cases_of(LINEAR))
-def test_linear_takes_and_leaves_sums_of_squares(name: str) -> None:
-    op = LINEAR
-    case = cases_of(LINEAR)[name]
+@cases_by_operator([LINEAR], taken)
+def test_linear_takes_and_leaves_sums_of_squares(op: Op, name: str) -> None:
+    case = cases_of(op)[name]
     few = len(case.inputs["x"]) <= 32
     takes = few and "norm_weight" in case.inputs
     leaves = few and case.attributes.get("segments", 1) == 1
-    call = accepted(op, case, takes, leaves) if takes or leaves else None
-    if call is None:
+    if not (takes or leaves):
         return
+    call = call_of(op, case, takes, leaves)
     got = launch(call, Emulator(FORWARD), THOR)
     compare(op, got, call.want, name not in LEANING)
     if leaves:  # of the rows as stored, which the next norm reads
@@ -153,50 +145,33 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
     np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
 
 
-@emulated
 @every_room
-def test_enough_cases_are_taken(op: Op) -> None:
-    assert len(list(taken_of(op))) >= 5
+def test_enough_cases_are_taken_and_refusals_name_the_rule(op: Op) -> None:
+    assert len(taken(op)) >= 5
+    for name in cases_of(op).keys() - set(taken(op)):
+        with pytest.raises(Refused) as refused:
+            call_site(op, cases_of(op)[name])
+        assert REFUSAL.fullmatch(str(refused.value)), name
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [pytest.param(op, name, id=f"{op.name}-{name}") for op in ROOMS for name in prefixes(op)],
-)
+@cases_by_operator(ROOMS, lambda op: [name for name in prefixes(op) if name in taken(op)])
 def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
     case = in_kernel_types(op, cases_of(op)[name])
-    run, rows = forward(op.name, name), rows_of(op, case)
-    if run is None:
-        return
-    call, got = run
-    whole = outputs_by_row(op, got, call)
+    call, got = forward(op.name, name)
+    rows, whole = rows_of(op, case), outputs_by_row(op, got, call)
     same = served_apart(op, rows)
-    for count in {max(same + 1, rows // 2), same + 1} - {rows}:
-        part_call = accepted(op, cut(op, case, slice(count)))
-        if part_call is None or count > rows:
-            continue
-        part = launch(part_call, Emulator(FORWARD), THOR)
-        part = outputs_by_row(op, part, part_call)
+    for count in {max(same + 1, rows // 2), same + 1} & set(range(1, rows)):
+        part_call = call_of(op, cut(op, case, slice(count)))
+        part = outputs_by_row(op, launch(part_call, Emulator(FORWARD), THOR), part_call)
         same_bits(part, {n: x[:count] for n, x in whole.items()})
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        pytest.param(op, name, id=f"{op.name}-{name}")
-        for op in ROOMS
-        if op.name in ("linear", "head")
-        for name in cases_of(op)
-    ],
-)
+@cases_by_operator([op for op in ROOMS if op.name in ("linear", "head")], taken)
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str) -> None:
     case = in_kernel_types(op, cases_of(op)[name])
-    run = forward(op.name, name)
-    if run is None:
-        return
-    call, got = run
+    call, got = forward(op.name, name)
     turned = call_of(op, cut(op, case, slice(None, None, -1)))
     backward = outputs_by_row(op, launch(turned, Emulator(FORWARD), THOR), turned)
     same_bits(
@@ -322,24 +297,39 @@ def test_the_compiler_may_not_fuse_a_product_and_a_sum() -> None:
     assert "-ffp-contract=off" in FLAGS
 
 
+def compiled(op: Op, arch: str) -> dict[tuple[Path, Defines], dict[str, int]]:
+    """Source and constants of an operator's launches -> kernel -> dynamic shared memory, bytes."""
+    wanted: dict[tuple[Path, Defines], dict[str, int]] = {}
+    where = next(n for n, d in DEVICES.items() if architecture(d.capability) == arch)
+    for name, one in launches(op.name):
+        if name.endswith(f" on {where}"):
+            defines = tuple((name, int(value)) for name, value in sorted(one.defines.items()))
+            dynamic = wanted.setdefault((source_of(op, one), defines), {})
+            dynamic[one.kernel] = max(dynamic.get(one.kernel, 0), one.shared)
+    return wanted
+
+
+def check_compiled(source: Path, defines: Defines, kernels: Mapping[str, int], arch: str) -> None:
+    usage = usage_of(source, dict(defines), arch)
+    for kernel, shared in kernels.items():
+        found = usage[kernel]
+        assert found.shared + shared <= THOR.shared, f"{source.name} {defines} {kernel}"
+        assert not found.spilled, f"{source.name} {defines} {kernel}: {found}"
+
+
+@every_room
+def test_every_kernel_compiles_for_a_thor(op: Op) -> None:
+    """With the constants of one call of the full model, or of a case where it has none."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
+    last = {tuple(kernels): key for key, kernels in compiled(op, "sm_110").items()}
+    for key in last.values():
+        check_compiled(*key, compiled(op, "sm_110")[key], "sm_110")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
 @every_room
 def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
-    wanted: dict[tuple[Path, tuple[tuple[str, int], ...]], dict[str, int]] = {}
-    where = next(n for n, d in DEVICES.items() if architecture(d.capability) == arch)
-    for name, one in launches(op.name):
-        if not name.endswith(f" on {where}"):
-            continue
-        defines = tuple((name, int(value)) for name, value in sorted(one.defines.items()))
-        dynamic = wanted.setdefault((source_of(op, one), defines), {})
-        dynamic[one.kernel] = max(dynamic.get(one.kernel, 0), one.shared)
-    spilled = []
-    for (source, defines), kernels in wanted.items():
-        usage = usage_of(source, dict(defines), arch)
-        for kernel, shared in kernels.items():
-            found = usage[kernel]
-            assert found.shared + shared <= THOR.shared, f"{source.name} {defines} {kernel}"
-            if found.spilled:
-                spilled.append(f"{source.name} {dict(defines)} {kernel}: {found}")
-    assert not spilled, "\n".join(spilled)
+    for (source, defines), kernels in compiled(op, arch).items():
+        check_compiled(source, defines, kernels, arch)

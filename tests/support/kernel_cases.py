@@ -5,10 +5,11 @@ Apart from those sizes they are small, because the emulator runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 
 import numpy as np
+import pytest
 from support.draft_attention_cases import draft_cases
 from support.kernel_runner import Refused, in_kernel_types, packed, shaped, site_of
 from support.verify_attention_cases import alone, between_numbers, strongest_last
@@ -23,6 +24,7 @@ from thor_dflash.plugins.linear.reference import reference, weight_case
 from thor_dflash.plugins.numpy_math import rounded
 
 Rng = np.random.Generator
+Marks = pytest.MarkDecorator
 BF16, FP8 = DType.BF16, DType.FP8
 
 
@@ -61,6 +63,50 @@ def taken_of(op: Op) -> Iterator[tuple[str, CallSite]]:
             yield name, call_site(op, case)
         except Refused:
             continue
+
+
+QUICK = """
+    fp8 norm_17_rows mixed_segments gated_head_norm more_norm_5_of_640 more_swiglu_16_of_640
+    more_mixed_16_of_640 more_gated_32_of_640 more_mixed_48_of_640 more_gated_48_of_640
+    more_cancelled more_cancelled_48 more_segments_16
+    nan_row first_of_equals reduced_vocabulary more_nvfp4_1_rows more_equals_far_and_near
+    more_nvfp4_32_rows
+    more_16_rows_at_0_4x2x256_float8_e4m3fn more_16_rows_at_130_6x1x256_float8_e4m3fn
+    more_16_rows_at_624_4x2x256_float8_e4m3fn more_7_rows_at_120_4x2x256_float8_e4m3fn
+    more_32_rows_at_120_4x2x256_bfloat16 more_33_rows_at_120_4x2x256_float8_e4m3fn
+    more_strongest_last_float8_e4m3fn more_queries_between_two_numbers
+    causal_1_window_24_at_25_float32_from_25 causal_0_window_24_at_49_float32
+    causal_1_window_24_at_200000_float32 more_16_rows_causal_1_window_100_at_191
+    more_16_rows_causal_0_window_0_at_500 more_5_rows_causal_1_window_100_at_140
+    more_rising_24_rows more_zeros_eps_theta
+    at_39_bfloat16 more_16_rows_at_150_2x128 more_100_rows_at_155_2x128
+    more_key_between_two_numbers more_partly_rotary_2_heads
+    more_verify_16_rows_fold_2_of_16_records_bfloat16
+    more_verify_1_rows_fold_3_of_16_records_bfloat16
+    more_verify_16_rows_fold_16_of_16_states_bfloat16
+    more_prefill_64_rows_fold_16_of_16_records_bfloat16_valid_33 more_gates_at_their_ends_verify
+    more_tiny_rows_prefill
+""".split()
+"""Hard cases of the operators, which `make test` runs on the emulator; all cases of accept."""
+
+
+def cases_by_operator(ops: Iterable[Op], names: Callable[[Op], Iterable[str]]) -> Marks:
+    """Parametrizes a test by operators and the names of their cases. Those that are not QUICK are
+    marked `emulator`.
+    """
+    return pytest.mark.parametrize(
+        ("op", "name"),
+        [
+            pytest.param(
+                op,
+                name,
+                id=f"{op.name}-{name}",
+                marks=() if op.name == "accept" or name in QUICK else pytest.mark.emulator,
+            )
+            for op in ops
+            for name in names(op)
+        ],
+    )
 
 
 def _bf16(rng: Rng, *shape: int, scale: float = 1.0) -> Array:
