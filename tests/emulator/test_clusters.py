@@ -13,7 +13,10 @@ from emulator.runner import Memory, run
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.cuda.compile import compile_source
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)"),
+]
 PROBES = MACHINE / "cluster_probes.cu"
 MISTAKES = (
     "NONE", "NO_START", "NO_END", "NO_INIT_DONE", "NO_EXPECT", "RELAXED", "OVERWRITE",

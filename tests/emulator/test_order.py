@@ -9,7 +9,10 @@ import pytest
 from emulator.compiler import COMPILER, MACHINE, EmulatorFault
 from emulator.runner import Memory, run
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)"),
+]
 
 
 def probe(kernel: str, *numbers: int, reads: bool = True, early: bool = False) -> None:

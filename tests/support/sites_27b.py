@@ -40,8 +40,8 @@ def _weights(kind: str, widths: tuple[int, ...], k: int) -> dict[str, Shaped]:
 
 def _linear_sites() -> Iterator[Full]:
     h, inner = 5120, 17408
-    for kind in ("nvfp4", "float8_e4m3fn", "bfloat16"):
-        for t in ROWS:
+    for kind, counts in (("nvfp4", ROWS), ("float8_e4m3fn", (16,)), ("bfloat16", (512,))):
+        for t in counts:
             rows, norm = {"x": Shaped(BF16, (t, h))}, {"norm_weight": Shaped(BF16, (h,))}
             offset: dict[str, Attribute] = {"norm_offset": 1.0}
             for name, widths in (

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator.runner import Emulator
+from support.coverings import pairwise, some
 from support.kernel_runner import call_of, launch, run, slabs
 from support.received_loads import received
 from support.slab_outputs import leaving
@@ -94,32 +95,30 @@ BLOCKS = {
     "far": (16, 8, 1, 128, 2064, 200_000, 2048, 1),
     "partly_rotary": (16, 4, 4, 128, 100, 64, 0, 1, 0, 64, DType.BF16),
 }
-blocks = pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
+HARD = ("bidirectional_window", "late_first", "three_heads_share_keys", "32_rows", "far")
 
 
-@blocks
-@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
-def test_a_block_attends_as_the_reference_says(shape: Shape, device: Device) -> None:
-    run(DRAFT_ATTENTION, block(*shape), Emulator(seed=3), device)
+@pairwise(quick=6, shape=sorted(BLOCKS, key=lambda name: name not in HARD), device=[THOR, H100])
+def test_a_block_attends_as_the_reference_says(shape: str, device: Device) -> None:
+    run(DRAFT_ATTENTION, block(*BLOCKS[shape]), Emulator(seed=3), device)
 
 
-@blocks
-def test_the_order_of_blocks_and_threads_changes_no_bit(shape: Shape) -> None:
-    call = call_of(DRAFT_ATTENTION, block(*shape))
+@pytest.mark.parametrize("shape", some(BLOCKS, HARD[:3]))
+def test_the_order_of_blocks_and_threads_changes_no_bit(shape: str) -> None:
+    call = call_of(DRAFT_ATTENTION, block(*BLOCKS[shape]))
     outputs = [launch(call, Emulator(seed=seed), H100)["o"] for seed in (0, 1, 7)]
     for other in outputs[1:]:
         np.testing.assert_array_equal(bits(outputs[0]), bits(other))
 
 
-WHOLE = {name: shape for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0}
+WHOLE = [name for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0]
 """Only rows that fill whole slabs are left for the next product."""
 
 
-@pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE)
-@pytest.mark.parametrize("device", [H100, THOR], ids=["h100", "thor"])
-def test_rows_can_be_left_for_the_next_product(shape: Shape, device: Device) -> None:
+@pairwise(quick=4, shape=WHOLE, device=[H100, THOR])
+def test_rows_can_be_left_for_the_next_product(shape: str, device: Device) -> None:
     """The slabs hold the very rows, whether a row's context is cut into several pieces or not."""
-    call = call_of(DRAFT_ATTENTION, block(*shape))
+    call = call_of(DRAFT_ATTENTION, block(*BLOCKS[shape]))
     got = launch(leaving(call, "o"), Emulator(seed=5), device)
     np.testing.assert_array_equal(bits(got["y0_slabs"]), bits(slabs(got["o"])))
     same = launch(call, Emulator(seed=5), device)["o"]

@@ -32,19 +32,20 @@ SEVERAL = Device((9, 0), 12)
 
 
 @emulated
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "heads", "saves"),
-    [
-        (1, (1, 2), "records"), (2, (1, 1), "records"), (3, (3, 9), "records"),
-        (7, (2, 6), "records"), (8, (1, 3), "states"), (16, (1, 5), "records"),
-        (16, (2, 6), "records"), (31, (1, 3), "records"), (32, (1, 3), "records"),
+@pairwise(
+    quick=3,
+    wide=[False, True],
+    shape=[
+        (3, (3, 9), "records"), (8, (1, 3), "states"), (32, (1, 3), "records"),
+        (1, (1, 2), "records"), (2, (1, 1), "records"), (7, (2, 6), "records"),
+        (16, (1, 5), "records"), (16, (2, 6), "records"), (31, (1, 3), "records"),
     ],
 )  # fmt: skip
 def test_gdn_leaves_rows_for_the_next_product(
-    rows: int, heads: tuple[int, int], saves: str, wide: bool
+    wide: bool, shape: tuple[int, tuple[int, int], str]
 ) -> None:
     """And all its other results keep their bits, in any order of threads."""
+    rows, heads, saves = shape
     offset = float(not wide)
     rng = np.random.default_rng(rows)
     weight = rng.normal(1 - offset, 0.2, HEAD).astype(np.float32 if wide else BF16)
@@ -98,18 +99,20 @@ def test_rows_that_gdn_cannot_finish_are_refused(
 
 
 @emulated
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32])
-@pytest.mark.parametrize(
-    ("heads", "columns", "device"),
-    [
+@pairwise(
+    quick=3,
+    rows=[1, 16, 32, 5, 17],
+    shape=[
         (1, 128, THOR),  # the first of two blocks has no head
-        (3, 320, SEVERAL), (10, 640, SEVERAL), (9, 320, H100), (24, 5120, H100),
+        (9, 320, H100),
         (7, 2048, Device((9, 0), 1)),  # several items, one after the other
+        (3, 320, SEVERAL),
+        (10, 640, SEVERAL),
+        (24, 5120, H100),
     ],
-)  # fmt: skip
-def test_a_product_applies_the_factors_of_heads(
-    rows: int, heads: int, columns: int, device: Device
-) -> None:
+)
+def test_a_product_applies_the_factors_of_heads(rows: int, shape: tuple[int, int, Device]) -> None:
+    heads, columns, device = shape
     call = taking(normed_case(rows, heads, columns))
     got = launch(call, Emulator(rows), device)
     compare(LINEAR, got, call.want, nearest=False)
@@ -118,9 +121,10 @@ def test_a_product_applies_the_factors_of_heads(
 @emulated
 @pairwise(quick=3, rows=[3, 16, 32], parts=[2, 4, 8], size=[(8, 2), (4, 3)])
 def test_any_cut_applies_the_factors_of_heads(
-    rows: int, parts: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, parts: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Items of different numbers of n-tiles, and blocks of different numbers of heads."""
+    warps, each = size
 
     def cut(plan: PackedLayout, multiprocessors: int, *, by_head: bool) -> Partition:
         assert by_head
@@ -175,9 +179,9 @@ def test_squares_of_a_head_may_overflow(large: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(("rows", "one"), [(16, 3), (20, 17), (32, 15)])
-def test_a_row_that_is_not_finite_spoils_no_other(rows: int, one: int, bad: float) -> None:
+@pairwise(quick=2, bad=[np.nan, np.inf], place=[(16, 3), (20, 17), (32, 15)])
+def test_a_row_that_is_not_finite_spoils_no_other(bad: float, place: tuple[int, int]) -> None:
+    rows, one = place
     case = normed_case(rows, 5, 320)
     want = launch(taking(case), Emulator(0), SEVERAL)["y0"]
     x = case.inputs["x"].copy()

@@ -211,14 +211,16 @@ def test_memory_is_free_only_when_whole_and_narrow_tiles_have_been_loaded(rows: 
 
 
 @emulated
-@pytest.mark.parametrize("rows", [1, 7, 16, 17, 32])
-@pytest.mark.parametrize(
-    ("k", "multiprocessors"), [(16, 2), (64, 1), (128, 3), (192, 4), (384, 2), (704, 4), (704, 40)]
+@pairwise(
+    quick=5,
+    rows=[1, 7, 16, 17, 32],
+    k_on=[(704, 40), (16, 2), (64, 1), (128, 3), (192, 4), (384, 2), (704, 4)],
 )
-def test_narrow_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
+def test_narrow_tiles_equal_the_reference(rows: int, k_on: tuple[int, int]) -> None:
     """All four narrow tiles in one cluster or in several; items of four and of two n-tiles; a block
     without any slot; stages that are full and stages that are not.
     """
+    k, multiprocessors = k_on
     call = kernel_runner.call_of(LINEAR, gate_up(rows, k))
     assert launches(call.site, H100)[-1].defines["NARROW"] == 1
     got = run(call, device(multiprocessors))

@@ -11,6 +11,7 @@ import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support import kernel_runner
+from support.coverings import pairwise
 from support.kernel_cases import CANCELLED, cases_of
 from support.linear_shapes import SHAPES
 
@@ -34,22 +35,21 @@ def residual(rows: int, n: int, k: int, kind: str = "nvfp4") -> OpCase:
 
 
 @emulated
-@pytest.mark.parametrize("rows", [1, 16, 19, 32])
-@pytest.mark.parametrize(
-    ("n", "k", "kind", "multiprocessors", "parts"),
-    [
-        (640, 640, "nvfp4", 4, 2),
-        (640, 640, "nvfp4", 8, 4),
-        (640, 1024, "nvfp4", 16, 8),
+@pairwise(
+    quick=4,
+    rows=[1, 16, 19, 32],
+    shape=[
         (200, 1088, "nvfp4", 7, 8),
-        (320, 64, "nvfp4", 2, 2),
+        (640, 640, "nvfp4", 8, 4),
         (320, 64, "fp8", 4, 2),
         (320, 64, "bfloat16", 7, 2),
+        (640, 640, "nvfp4", 4, 2),
+        (640, 1024, "nvfp4", 16, 8),
+        (320, 64, "nvfp4", 2, 2),
     ],
 )
-def test_slim_blocks_equal_the_reference(
-    rows: int, n: int, k: int, kind: str, multiprocessors: int, parts: int
-) -> None:
+def test_slim_blocks_equal_the_reference(rows: int, shape: tuple[int, int, str, int, int]) -> None:
+    n, k, kind, multiprocessors, parts = shape
     call = kernel_runner.call_of(LINEAR, residual(rows, n, k, kind))
     on = Device((9, 0), multiprocessors)
     defines = decode_launch.decode_launches(
@@ -60,14 +60,14 @@ def test_slim_blocks_equal_the_reference(
 
 
 @emulated
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("more_mixed_16_of_640", "more_norm_5_of_640", "more_swiglu_16_of_640", "more_cancelled"),
-        *("more_mixed_32_of_640", "more_norm_31_of_640", "more_swiglu_32_of_640"),
+@pairwise(
+    quick=4,
+    name=[
+        *("more_mixed_16_of_640", "more_swiglu_32_of_640", "more_cancelled", "more_norm_5_of_640"),
+        *("more_swiglu_16_of_640", "more_mixed_32_of_640", "more_norm_31_of_640"),
     ],
+    parts=[2, 4, 8],
+    seed=[0, 1, 2],
 )
 def test_any_product_may_be_made_by_slim_blocks(
     name: str, seed: int, parts: int, monkeypatch: pytest.MonkeyPatch

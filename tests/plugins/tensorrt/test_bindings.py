@@ -40,13 +40,16 @@ def asked(site: Path, made: list[Path]) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [*(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[:-1]), VERSIONS[-1]]
+)
 def test_every_plugin_answers_through_the_bindings(version: str, tmp_path: Path) -> None:
     told = asked(bindings(version), libraries(version, tmp_path))
     assert told["version"] == version
     assert told["plugins"] > 50
 
 
+@pytest.mark.slow
 def test_every_plugin_is_registered_found_and_made_by_the_real_registry(tmp_path: Path) -> None:
     version = VERSIONS[-1]
     site = bindings(version)
