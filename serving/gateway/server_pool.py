@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Member:
 class _ActivePlan:
     """A plan in progress."""
 
-    ask: messages.PlanRequest
+    request: messages.PlanRequest
     model: str
     """The requested model; "" for any."""
     began: float
@@ -71,7 +71,7 @@ class ServerPool:
     def __init__(self, config: GatewayConfig) -> None:
         """Begin to connect to all servers. An event loop must be running."""
         options = _options(config)
-        self._turns: list[_ActivePlan] = []
+        self._active: list[_ActivePlan] = []
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
@@ -82,99 +82,103 @@ class ServerPool:
         """Return whether any server has a model, ready or not.
 
         Raises:
-            PlanError: no server whose model is known has it, and another one did not tell its
-                model; the error says why.
+            PlanError: no server whose model is known has it, and the model of another
+                one is unknown; the error says why.
         """
         strange = [member for member in self.members if not member.model]
         if strange and all(member.model != model for member in self.members):
-            met = await asyncio.gather(*(_meet(member) for member in strange))
-            errors = [e for e in met if e is not None]
+            found = await asyncio.gather(*(_error_of(_meet(member)) for member in strange))
+            errors = [e for e in found if e is not None]
             if errors and all(member.model != model for member in self.members):
-                raise max(errors, key=_says)
+                raise max(errors, key=_informative)
         return any(member.model == model for member in self.members)
 
-    async def stream(self, ask: messages.PlanRequest, model: str = "") -> AsyncGenerator[PoolEvent]:
-        """Answer an ask on the first server with this model (with any, if "") that accepts it.
+    async def stream(
+        self, request: messages.PlanRequest, model: str = ""
+    ) -> AsyncGenerator[PoolEvent]:
+        """Answer a plan on the first server with this model (with any, if "") that accepts it.
 
         Raises:
             PlanError: no server accepted it (the most informative of their errors), the deadline
                 passed, or the plan failed on its server.
         """
-        turn = _ActivePlan(ask, model, time.monotonic())
-        for other in self._others(turn):
+        plan = _ActivePlan(request, model, time.monotonic())
+        for other in self._others(plan):
             other.late = True
-        self._turns.append(turn)
+        self._active.append(plan)
         try:
-            member, first, events = await self._take(turn)
+            member, first, events = await self._take(plan)
             try:
                 if not member.model:  # no health check has learned it yet
-                    await _meet(member)
+                    await _error_of(_meet(member))
                 yield member, first
                 async for event in events:
                     yield member, event
             finally:
                 await events.aclose()
         finally:
-            self._turns.remove(turn)
+            self._active.remove(plan)
 
     async def _take(
-        self, turn: _ActivePlan
+        self, plan: _ActivePlan
     ) -> tuple[Member, messages.Event, AsyncGenerator[messages.Event]]:
         """Return the server that accepted the plan, its first event and the remaining events."""
         error: PlanError | None = None
-        left = [member for member in self.members if turn.model in ("", member.model)]
+        left = [member for member in self.members if plan.model in ("", member.model)]
         while left:
             # Rank again for each try: the session's plans may have moved meanwhile.
-            member = turn.member = min(left, key=lambda member: self._rank(member, turn))
+            member = plan.member = min(left, key=lambda member: self._rank(member, plan))
             left.remove(member)
             try:
                 if member.unsure:
-                    await _greet(member)
-                    if turn.model not in ("", member.model):
+                    await _meet(member)
+                    if plan.model not in ("", member.model):
                         continue
-                events = _of(member, with_time_left(turn.ask, turn.began))
+                events = _stream(member, with_time_left(plan.request, plan.began))
                 return member, await anext(events), events
             except PlanError as e:
-                self._check_elsewhere(e, turn)
-                error = e if error is None else max(error, e, key=_says)  # the first of equals
+                self._check_elsewhere(e, plan)
+                error = (
+                    e if error is None else max(error, e, key=_informative)
+                )  # the first of equals
         raise error or PlanError("unreachable", "a plan server must be ready (got none)")
 
-    def _others(self, turn: _ActivePlan) -> list[_ActivePlan]:
+    def _others(self, plan: _ActivePlan) -> list[_ActivePlan]:
         """Return the other plans of its session."""
-        session = turn.ask.session
+        session = plan.request.session
         return [
             other
-            for other in self._turns
-            if session is not None and other.ask.session == session and other is not turn
+            for other in self._active
+            if session is not None and other.request.session == session and other is not plan
         ]
 
-    def _at_home(self, member: Member | None, turn: _ActivePlan) -> bool:
-        return any(other.member is member for other in self._others(turn))
+    def _at_home(self, member: Member | None, plan: _ActivePlan) -> bool:
+        return any(other.member is member for other in self._others(plan))
 
-    def _rank(self, member: Member, turn: _ActivePlan) -> tuple[bool, bool, bool, int]:
+    def _rank(self, member: Member, plan: _ActivePlan) -> tuple[bool, bool, bool, int]:
         """Return the sort key of a server for a plan; the least is asked first."""
-        prefix = turn.ask.prefix_id
+        prefix = plan.request.prefix_id
         return (
             # Even if not ready: only there can this plan displace an older one of its session.
-            not self._at_home(member, turn),
+            not self._at_home(member, plan),
             # Servers not known to be ready are tried last, not skipped: health is a second old.
             not member.ready,
             prefix is not None and prefix not in member.prefixes,
             member.active,
         )
 
-    def _check_elsewhere(self, e: PlanError, turn: _ActivePlan) -> None:
+    def _check_elsewhere(self, e: PlanError, plan: _ActivePlan) -> None:
         """Raise the error to answer with, unless another server may be asked after this refusal."""
         if e.code not in ELSEWHERE and not _no_prefix(e):
             raise e
-        if turn.late:
+        if plan.late:
             # Sent again, by the gateway or by its client, it would displace the later plan.
             raise PlanError("preempted", "a later plan of its session arrived") from e
-        if e.code == "busy" and self._at_home(turn.member, turn):
+        if e.code == "busy" and self._at_home(plan.member, plan):
             raise e  # on another server it could not displace the session's older plans
 
     def serves(self, model: str) -> bool:
-        """Return whether a server had a model when it last told, or has not told any."""
+        """Return whether the last known model of a server is this one, or unknown."""
         return any(member.model in ("", model) for member in self.members)
 
     def models(self) -> list[str]:
@@ -183,7 +187,7 @@ class ServerPool:
 
     async def everywhere(self, op: str) -> list[tuple[Member, dict[str, Any] | None]]:
         """Run a control operation on every server; None for one that fails or exceeds SOON_S."""
-        answers = await asyncio.gather(*(_soon(member, op) for member in self.members))
+        answers = await asyncio.gather(*(_call_or_none(member, op) for member in self.members))
         return list(zip(self.members, answers, strict=True))
 
     async def close(self) -> None:
@@ -222,14 +226,14 @@ def _no_prefix(e: PlanError) -> bool:
     return e.code == "bad_request" and e.field == "prefix_id"
 
 
-def _says(e: PlanError) -> int:
-    """Rank a refusal by how informative it is: unreachable says least, a missing prefix is next."""
+def _informative(e: PlanError) -> int:
+    """Rank a refusal: unreachable is the least informative, a missing prefix is next."""
     return 0 if e.code == "unreachable" else 1 if _no_prefix(e) else 2
 
 
-async def _of(member: Member, ask: messages.PlanRequest) -> AsyncGenerator[messages.Event]:
+async def _stream(member: Member, request: messages.PlanRequest) -> AsyncGenerator[messages.Event]:
     member.active += 1
-    events = member.planner.stream(ask)
+    events = member.planner.stream(request)
     try:
         async for event in events:
             yield event
@@ -239,56 +243,59 @@ async def _of(member: Member, ask: messages.PlanRequest) -> AsyncGenerator[messa
             await events.aclose()
 
 
-async def _simple(member: Member, op: str) -> dict[str, Any] | None:
-    try:
-        return await member.planner.simple(op)
-    except PlanError:
-        return None
+async def _call(member: Member, op: str) -> dict[str, Any]:
+    """Run a control operation within SOON_S.
 
-
-async def _soon(member: Member, op: str) -> dict[str, Any] | None:
+    Raises:
+        PlanError: it failed, or took longer.
+    """
     try:
         async with asyncio.timeout(SOON_S):
-            return await _simple(member, op)
+            return await member.planner.simple(op)
     except TimeoutError:
+        text = f"{member.endpoint} must answer {op} (got nothing in {SOON_S:g} s)"
+        raise PlanError("unreachable", text) from None
+
+
+async def _call_or_none(member: Member, op: str) -> dict[str, Any] | None:
+    try:
+        return await _call(member, op)
+    except PlanError:
         return None
 
 
 async def _look_after(member: Member) -> None:
     while True:
-        health = await _simple(member, "health")
-        # Each time: between two looks a server may have restarted with another model.
-        member.ready = bool(health and health["ready"]) and await _meet(member) is None
-        member.unsure = not member.ready
+        try:
+            ready = bool((await member.planner.simple("health"))["ready"])
+            # Each time: between two looks a server may have restarted with another model.
+            if ready:
+                await _meet(member)
+        except PlanError:
+            ready = False
+        member.ready, member.unsure = ready, not ready
         await asyncio.sleep(LOOK_S)
 
 
-async def _greet(member: Member) -> None:
+async def _meet(member: Member) -> None:
     """Learn a server's model, its largest message and its prefixes.
 
     Raises:
-        PlanError: it did not tell.
+        PlanError: it did not answer, or is still starting.
     """
-    if (e := await _meet(member)) is not None:
-        raise e
-
-
-async def _meet(member: Member) -> PlanError | None:
-    """The same, but returns the error."""
-    try:
-        async with asyncio.timeout(SOON_S):
-            hello = await member.planner.simple("hello")
-    except TimeoutError:
-        text = f"{member.endpoint} must say what it serves (got nothing in {SOON_S:g} s)"
-        return PlanError("unreachable", text)
-    except PlanError as e:
-        return e
+    hello = await _call(member, "hello")
     if hello["model"] is None:
-        return PlanError(
-            "not_ready", f"{member.endpoint} must be ready (got one that is still starting)"
-        )
+        text = f"{member.endpoint} must be ready (got one that is still starting)"
+        raise PlanError("not_ready", text)
     member.model = hello["model"]["model"]
     member.prefixes = frozenset(prefix["prefix_id"] for prefix in hello["prefixes"])
     largest = hello["limits"]["max_message"]
     member.planner.options = replace(member.planner.options, max_message=largest)
+
+
+async def _error_of(work: Awaitable[None]) -> PlanError | None:
+    try:
+        await work
+    except PlanError as e:
+        return e
     return None

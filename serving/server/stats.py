@@ -9,9 +9,9 @@ from typing import Any
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.protocol import messages
 
-KEPT = 256
+WINDOW = 256
 """Newest plans that the percentiles are computed over."""
-SHOWN = 16
+MAX_LISTED = 16
 """Newest plans that are listed one by one."""
 
 
@@ -29,7 +29,9 @@ class Stats:
     """Tokens by kind, as in `Usage`."""
     spec: Counter[str] = field(default_factory=Counter[str])
     per_position: Counter[int] = field(default_factory=Counter[int])
-    _last: deque[dict[str, Any]] = field(default_factory=lambda: deque[dict[str, Any]](maxlen=KEPT))
+    _last: deque[dict[str, Any]] = field(
+        default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW)
+    )
 
     def result(self, result: messages.Result) -> None:
         """Record an answered plan."""
@@ -81,7 +83,7 @@ class Stats:
                 name: _percentiles([p[name] for p in self._last if p[name] is not None])
                 for name in ("queue_ms", "ttft_ms", "ttfa_ms", "e2e_ms")
             },
-            "last": list(self._last)[-SHOWN:],
+            "last": list(self._last)[-MAX_LISTED:],
         }
 
 

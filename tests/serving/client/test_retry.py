@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from support.waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
@@ -48,24 +49,25 @@ async def until(what: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["running", "over"])
 @pytest.mark.parametrize(
-    ("old", "new", "then"),
+    ("old", "new", "over", "then"),
     [
-        (OLD, NEW, "preempted"),
-        (OLD, PlanRequest(prompt="new", preempt="none"), "preempted"),
+        (OLD, NEW, True, "preempted"),
+        (OLD, NEW, False, "preempted"),
+        (OLD, structs.replace(NEW, preempt="none"), False, "preempted"),
         (
-            PlanRequest(prompt="old", session="arm"),
-            PlanRequest(prompt="new", session="arm"),
+            structs.replace(OLD, session="arm"),
+            structs.replace(NEW, session="arm"),
+            True,
             "preempted",
         ),
-        (PlanRequest(prompt="old", session="arm"), NEW, "stop"),
-        (PlanRequest(prompt="old", preempt="none"), NEW, "stop"),
+        (structs.replace(OLD, session="arm"), NEW, False, "stop"),
+        (structs.replace(OLD, preempt="none"), NEW, True, "stop"),
     ],
-    ids=["client", "polite", "named", "other", "patient"],
+    ids=["client", "running", "polite", "named", "other", "patient"],
 )
 def test_a_plan_that_was_refused_does_not_displace_a_later_one(
-    house: Any, again: asyncio.Event, old: PlanRequest, new: PlanRequest, then: str, over: bool
+    house: Any, again: asyncio.Event, old: PlanRequest, new: PlanRequest, over: bool, then: str
 ) -> None:
     server, held, load = house.held_later()
 

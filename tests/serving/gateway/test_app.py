@@ -12,16 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
-from support.http_gateway import CHAT, JSON, client, gateway, get
+from support.http_gateway import CHAT, client, gateway, get
 from support.waiting import until
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.gateway import app as gateway_module
-from thor_dflash.serving.gateway import metrics
-from thor_dflash.serving.gateway import openai_api as openai_words
-from thor_dflash.serving.gateway import server_pool as fleet_module
 from thor_dflash.serving.planner.mock_backend import PLAN, THINKING
-from thor_dflash.serving.protocol import messages as wire
 
 
 def test_a_completion(house: Any) -> None:
@@ -57,13 +53,6 @@ def test_a_stream_keeps_thinking_and_answer_apart(house: Any) -> None:
     assert pieces[-1].usage.prompt_tokens > 0
 
 
-def test_every_piece_of_a_stream_has_the_time_of_its_beginning(house: Any) -> None:
-    slow = house.mock(0.1)  # its steps take more than a second, the unit of `created`
-    with gateway(slow.endpoints[0]) as address, client(address) as openai:
-        pieces = openai.chat.completions.create(model="mock", messages=CHAT, stream=True)
-        assert len({(piece.id, piece.created) for piece in pieces}) == 1
-
-
 def test_a_schema_and_what_is_refused(house: Any) -> None:
     with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
 
@@ -75,30 +64,14 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
         wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
         for fields, name in (
-            ({"temperature": 0.7}, "temperature"),
-            ({"top_p": 0.7}, "top_p"),
-            ({"n": 2}, "n"),
-            ({"logprobs": True}, "logprobs"),
-            ({"stop": ["."]}, "stop"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
-            *(
-                ({"reasoning_effort": effort}, "reasoning_effort")
-                for effort in ("minimal", "low", "medium", "high", "much")
-            ),
-            ({"reasoning_effort": "none", "extra_body": {"thinking": "on"}}, "reasoning_effort"),
-            ({"extra_body": {"priority": 99}}, "priority"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
-            ({"max_tokens": 1 << 40}, "max_tokens"),
             ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
-            ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
-            ({"extra_body": {"json_schema": {}}}, "json_schema"),
             ({"response_format": wrong}, "response_format.json_schema.schema"),
         ):
             with pytest.raises(BadRequestError) as caught:
                 ask(**fields)
             assert caught.value.param == name, fields
-            assert name in caught.value.message
         with pytest.raises(BadRequestError) as caught:
             openai.chat.completions.create(
                 model="mock", messages=[{"role": "user", "content": "x " * 9000}]
@@ -106,7 +79,7 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert (caught.value.code, caught.value.param) == ("prompt_too_long", "messages")
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("kind", [None, "text/plain"])
 def test_a_web_page_cannot_ask_for_plans(house: Any, kind: str | None) -> None:
     """Of these types a browser sends a body to any server, without asking it first."""
     server = house.mock()
@@ -120,7 +93,6 @@ def test_a_web_page_cannot_ask_for_plans(house: Any, kind: str | None) -> None:
         error = msgspec.json.decode(reply.read())["error"]
         page.close()
     assert (reply.status, error["code"]) == (400, "bad_request")
-    assert error["message"] == f"content-type must be application/json (got {kind or 'nothing'})"
     assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
 
 
@@ -141,38 +113,6 @@ def test_models_health_and_metrics(house: Any) -> None:
     assert 'thor_dflash:request_success_total{finished_reason="stop"' in text
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert f"thor_dflash:spec_decode_{name}_total" in text
-
-
-def test_models_are_those_of_servers_that_take_plans(
-    house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_module, "LOOK_S", 0.01)
-    server, held = house.held()
-    peer = house.peer(server)
-    with gateway(server.endpoints[0]) as address:
-
-        def names() -> list[str]:
-            found = msgspec.json.decode(get(f"{address}/v1/models"))["data"]
-            return [model["id"] for model in found]
-
-        until(lambda: names() == ["mock"])
-        peer.send(op="plan", id="p", prompt="x")  # it drains for as long as this one lasts
-        assert held.waiting.wait(20)
-        server.stop()
-        until(lambda: names() == [])
-        held.let()
-        assert peer.final("p")["status"] == "ok"
-
-
-def test_positions_are_metrics_of_their_own() -> None:
-    stats: dict[str, Any] = {
-        "spec": {"cycles": 3, "drafted": 45, "accepted": 9, "accepted_per_position": [3, 2]},
-        "tokens": {}, "finished": {}, "refused": {}, "running": 0, "waiting": 1,
-        "percentiles": dict.fromkeys(("ttft_ms", "ttfa_ms", "e2e_ms", "queue_ms")),
-    }  # fmt: skip
-    text = metrics.render([("a", stats)]).decode()
-    name = "thor_dflash:spec_decode_num_accepted_tokens_per_pos_total"
-    assert f'{name}{{position="1",server="a"}} 2.0' in text
 
 
 def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
@@ -200,13 +140,6 @@ def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
     busy = PlanError("busy", "later", retry_after_ms=ms)
     assert gateway_module._refused(busy).headers["retry-after"] == seconds
     assert "retry-after" not in gateway_module._refused(PlanError("busy", "later")).headers
-
-
-def test_every_refusal_says_whether_to_try_again() -> None:
-    for code in openai_words.STATUS:
-        for retryable in (True, False):
-            reply = gateway_module._refused(PlanError(code, "no", retryable=retryable))
-            assert reply.headers["x-should-retry"] == str(retryable).lower()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -287,37 +220,6 @@ def test_several_servers_share_the_work(house: Any) -> None:
     assert len(answers) == 2
 
 
-def test_chats_of_one_gateway_do_not_replace_each_other(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with client(address) as openai:
-            answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
-
-    with gateway(server.endpoints[0]) as address:
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        threads[0].start()
-        assert held.waiting.wait(20)
-        threads[1].start()
-        until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
-        held.let()
-        for thread in threads:
-            thread.join(20)
-    assert [answer.choices[0].message.content for answer in answers] == [PLAN, PLAN]
-
-
-def test_a_session_of_their_own_has_chats_replace_each_other() -> None:
-    def ask(**fields: object) -> wire.PlanRequest:
-        return openai_words.plan_request(
-            openai_words.read(msgspec.json.encode({"messages": CHAT, **fields}))
-        )
-
-    assert (ask().session, ask().preempt) == (None, "none")
-    assert (ask(session="arm").session, ask(session="arm").preempt) == ("arm", "same_session")
-
-
 def test_what_one_server_refuses_another_may_take(house: Any) -> None:
     full, held = house.held(max_queue=1)
     peer = house.peer(full)
@@ -364,22 +266,4 @@ def test_a_reader_that_leaves_cancels_its_plan(house: Any) -> None:
         held.let()
         while not held.ended:
             time.sleep(0.005)
-    assert held.ended == ["cancelled"]
-
-
-def test_a_client_that_leaves_before_its_answer_cancels_its_plan(
-    house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_module, "LOOK_S", 0.01)
-    server, held = house.held()
-    with gateway(server.endpoints[0]) as address:
-        leaver = http.client.HTTPConnection(address.removeprefix("http://"))
-        body = msgspec.json.encode({"messages": CHAT})
-        leaver.request("POST", "/v1/chat/completions", body, JSON)
-        assert held.waiting.wait(20)
-        leaver.close()
-        peer = house.peer(server)
-        until(lambda: peer.ask(op="stats", id="s")["requests"].get("cancel"))
-        held.let()
-        until(lambda: held.ended)
     assert held.ended == ["cancelled"]

@@ -59,24 +59,6 @@ def test_a_model_is_told_as_in_the_list(house: Any, path: str) -> None:
             assert [openai.models.retrieve(name).id for name in ("mock", NAME)] == ["mock", NAME]
 
 
-def test_a_model_is_found_before_its_server_is_known_to_be_ready(
-    house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never(monkeypatch)
-    with gateway(house.mock().endpoints[0]) as address:
-        assert told(address, "/v1/models")[1]["data"] == []
-        assert told(address, "/v1/models/mock")[0] == 200
-
-
-def test_an_unknown_model_is_refused_as_by_the_chat(house: Any) -> None:
-    with gateway(house.mock().endpoints[0]) as address:
-        status, body, again = told(address, "/v1/models/mok")
-        assert (status, again) == (404, "false")
-        error = body["error"]
-        assert (error["code"], error["type"]) == ("model_not_found", "invalid_request_error")
-        assert "(got mok; did you mean mock?)" in error["message"]
-
-
 def test_a_model_of_a_server_that_does_not_answer_is_not_said_to_be_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

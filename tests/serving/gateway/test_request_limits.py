@@ -15,9 +15,8 @@ from support.http_gateway import CHAT, JSON, gateway
 from support.waiting import PATIENCE_S
 
 from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.core.errors import ConfigError, PlanError
-from thor_dflash.serving.gateway.app import BODY_BYTES, Gateway, RequestBody, _pieces, listen_at
-from thor_dflash.serving.gateway.openai_api import ResponseHeader
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.gateway.app import BODY_BYTES, Gateway, RequestBody
 from thor_dflash.serving.protocol import messages
 
 RESULT = messages.Result(finish_reason="stop", text="{}", plan_valid=True)
@@ -47,12 +46,6 @@ class Fleet:
             self.open -= 1
 
 
-def test_a_port_is_at_most_65535() -> None:
-    assert listen_at(GatewayConfig(listen="[::1]:65535")) == ("::1", 65535)
-    with pytest.raises(ConfigError, match=r"must be HOST:PORT \(got 127.0.0.1:65536\)"):
-        listen_at(GatewayConfig(listen="127.0.0.1:65536"))
-
-
 def test_a_body_may_be_as_large_as_a_server_takes() -> None:
     assert len(asyncio.run(RequestBody().read(request(b"x" * BODY_BYTES)))) == BODY_BYTES
     with pytest.raises(PlanError, match=f"the body must be <= {BODY_BYTES} bytes"):
@@ -71,17 +64,6 @@ def test_a_server_is_free_as_soon_as_its_answer_is_whole() -> None:
     asyncio.run(asked())
 
 
-def test_a_stream_ends_with_the_word_that_clients_wait_for() -> None:
-    async def whole() -> list[bytes]:
-        events = Fleet().stream(None, "nano")
-        _, first = await anext(events)
-        return [
-            piece async for piece in _pieces(first, events, ResponseHeader("nano"), usage=False)
-        ]
-
-    assert asyncio.run(whole())[-1] == b"data: [DONE]\n\n"
-
-
 @pytest.mark.parametrize("lost", [0, 3, 30])
 def test_a_stream_of_which_pieces_were_dropped_ends_with_an_error(house: Any, lost: int) -> None:
     body = msgspec.json.encode({"messages": CHAT, "stream": True})
@@ -92,20 +74,6 @@ def test_a_stream_of_which_pieces_were_dropped_ends_with_an_error(house: Any, lo
     assert len(told) == 1 + lost + 1, "the role, what came before the gap, and why it ends"
     assert told[-1]["error"]["message"].endswith("pieces of the stream (got 1 less)")
     assert told[-1]["error"]["code"] == "cancelled"
-
-
-def test_a_client_that_leaves_its_stream_ends_the_plan() -> None:
-    async def left() -> None:
-        fleet = Fleet()
-        events = fleet.stream(None, "nano")
-        _, first = await anext(events)
-        pieces = _pieces(first, events, ResponseHeader("nano"), usage=False)
-        await anext(pieces)
-        assert fleet.open == 1
-        await pieces.aclose()
-        assert fleet.open == 0
-
-    asyncio.run(left())
 
 
 @pytest.mark.parametrize(

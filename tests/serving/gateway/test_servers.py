@@ -55,18 +55,6 @@ def test_the_newest_plan_of_a_session_displaces_the_one_that_runs(house: Any) ->
     assert answers["new"].choices[0].finish_reason == "stop"
 
 
-def test_a_plan_that_takes_too_long_is_asked_of_no_other_server(house: Any) -> None:
-    pairs = [house.held() for _ in range(2)]
-    servers = [server for server, _ in pairs]
-    with gateway(*(one.endpoints[0] for one in servers), plan_timeout_s=0.5) as address:
-        until(lambda: get(f"{address}/health").count('"state":"ready"') == 2)
-        assert ask(address) == "deadline"
-    asked = [house.peer(one).ask(op="stats", id="s")["requests"].get("plan") for one in servers]
-    assert sorted(asked, key=str) == [1, None]
-    for _, held in pairs:
-        held.let()
-
-
 class Other(MockBackend):
     """A mock with another name."""
 
@@ -104,15 +92,6 @@ def test_the_model_that_is_asked_for_answers_and_is_named(house: Any, stream: bo
         assert (error.code, error.param) == ("model_not_found", "model")
         assert error.type == "invalid_request_error"
         assert error.response.headers["x-should-retry"] == "false"
-
-
-def test_the_first_answer_names_its_model_too(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(member: Any) -> None:
-        """A health check that never comes before the answer."""
-
-    monkeypatch.setattr(server_pool, "_look_after", look)
-    with gateway(house.mock().endpoints[0]) as address:
-        assert ask(address).model == "mock"
 
 
 def test_the_deadline_includes_the_search_for_a_server_of_the_model(

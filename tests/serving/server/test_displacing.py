@@ -31,17 +31,6 @@ def test_a_full_queue_makes_room_for_one_that_may_displace_less_urgent_ones() ->
     assert [one.request.id for one in jobs.waiting] == ["e", "f", "g"]
 
 
-def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
-    jobs = Scheduler(2)
-    full(jobs, runs=5, a=0, b=0)
-    assert queue(jobs, job("c", priority=6, preempt="lower")) == []
-    running = jobs.running
-    assert running
-    assert running.stop == "preempted"
-    assert jobs.remove(running)
-    assert run(jobs) == "c"
-
-
 def test_two_urgent_plans_under_check_have_a_place_each() -> None:
     jobs = Scheduler(2)
     full(jobs, runs=9, a=1, b=2)
@@ -101,30 +90,6 @@ def test_a_place_that_a_refused_plan_had_claimed_can_be_claimed_again() -> None:
         jobs.arrive(job("e", "arm"), 1.0)  # displaces c, but may not take the place of a as c may
     assert jobs.remove(one)
     assert queue(jobs, urgent("f")) == [("a", "preempted")]
-
-
-def test_a_place_that_is_given_up_already_is_counted_once() -> None:
-    jobs = Scheduler(2)
-    full(jobs, runs=9, a=1, b=9)
-    jobs.arrive(urgent("c", "arm"), 1.0)
-    leave(jobs, "a")  # the plan whose place c has claimed
-    with pytest.raises(PlanError, match="wait"):
-        jobs.arrive(job("d"), 1.0)
-    leave(jobs, "b")
-    jobs.arrive(job("e", "arm"), 1.0)  # displaces c
-    queue(jobs, job("f"))
-    with pytest.raises(PlanError, match="wait"):
-        jobs.arrive(job("g"), 1.0)
-
-
-def test_who_is_displaced_under_check_displaces_nobody() -> None:
-    jobs = Scheduler(2)
-    full(jobs, runs=9, a=1, b=9)
-    jobs.arrive(urgent("c", "arm"), 1.0)  # claims the place of a
-    leave(jobs, "b")
-    jobs.arrive(job("d", "arm"), 1.0)  # displaces c
-    with pytest.raises(PlanError, match="wait"):
-        jobs.arrive(job("e"), 1.0)
 
 
 def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() -> None:
@@ -195,3 +160,14 @@ def test_only_a_prefix_is_refused_for_those_that_wait_for_the_disk() -> None:
         last.state = "writing"
     leave(jobs, "p")
     put(jobs, "s")
+
+
+def test_where_the_running_plan_makes_way_nobody_else_does() -> None:
+    jobs = Scheduler(2)
+    full(jobs, runs=5, a=0, b=0)
+    assert queue(jobs, job("c", priority=6, preempt="lower")) == []
+    running = jobs.running
+    assert running
+    assert running.stop == "preempted"
+    assert jobs.remove(running)
+    assert run(jobs) == "c"

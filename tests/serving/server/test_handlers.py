@@ -85,17 +85,6 @@ def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
     assert [reply["id"] for reply in router.sent] == ["b"], "nobody hears of the others"
 
 
-def test_an_engine_that_outlives_another_thread_is_told_to_stop(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    job = asked(handlers, "a")
-    checked(handlers, job)
-    assert (job.state, job.stop) == ("running", None)
-    handlers.fail()
-    assert job.stop == "cancelled", "its thread is waited for, and nobody hears its plan"
-    assert [reply["code"] for reply in router.sent] == ["engine_fault"]
-
-
 def test_while_it_drains_questions_are_answered_and_new_work_is_not(
     handlers: RequestHandlers, router: FakeRouter, lifecycle: Lifecycle
 ) -> None:
@@ -126,15 +115,6 @@ def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
     receive(handlers, body)
     (reply,) = router.sent
     assert (reply["type"], reply["id"]) == ("error", id)
-
-
-@pytest.mark.parametrize(("hops", "answer"), [(7, "result"), (8, "error")])
-def test_as_many_hops_as_may_be_are_answered_and_no_more(
-    handlers: RequestHandlers, router: FakeRouter, hops: int, answer: str
-) -> None:
-    envelope = (*(b"hop%d" % i for i in range(hops)), b"")
-    handlers.handle_message(ReceivedMessage((*envelope, b'{"op":"ping","id":"p"}'), 7))
-    assert [reply["type"] for reply in router.sent] == [answer]
 
 
 def test_a_slow_reader_may_lose_text_and_no_step(
@@ -198,17 +178,6 @@ def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
     ]
     assert router.sent[0]["cancelled"] is False
     assert handlers.idle
-
-
-@pytest.mark.parametrize("op", ["health", "stats"])
-def test_a_prefix_that_waits_for_the_disk_is_no_work_that_waits(
-    handlers: RequestHandlers, router: FakeRouter, op: str
-) -> None:
-    pinned(handlers)
-    handlers.handle_message(
-        ReceivedMessage((b"peer", b"", b'{"op":"%s","id":"h"}' % op.encode()), 7)
-    )
-    assert [(reply["running"], reply["waiting"]) for reply in router.sent] == [(0, 0)]
 
 
 def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(

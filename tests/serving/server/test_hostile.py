@@ -7,7 +7,7 @@ from typing import Any
 
 from support.hostile_peers import attack
 
-COUNT = 6000
+COUNT = 2000
 SEED = 20261121
 
 

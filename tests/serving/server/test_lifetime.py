@@ -13,7 +13,7 @@ import zmq
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import EngineError, EngineLost, ThorError
+from thor_dflash.core.errors import EngineLost
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import Server
 
@@ -65,29 +65,6 @@ def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house
     context.term()
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_work_for_a_client_that_cannot_be_reached_is_dropped(
-    house: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
-) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="a", session="a", thinking="off", stream="all" if streams else False)
-    peer.send(**SMALL, id="b", session="b")
-    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
-    assert held.waiting.wait(20)
-    if streams:
-        monkeypatch.setattr(server._router, "send", lambda *_, **__: "gone")
-        held.let(1)
-    else:
-        (routing,) = {job.peer.routing for job in server._handlers.scheduler.jobs()}
-        monkeypatch.setattr(server._router, "retry", lambda now: [routing])
-        server._router.wake()
-    until(lambda: len(server._handlers.scheduler) < 2)
-    held.let()
-    until(lambda: held.ended == ["cancelled"])
-    assert held.started == ["a"]
-
-
 # --- beginning and end
 
 
@@ -113,16 +90,6 @@ def test_plans_wait_for_the_self_test(house: Any) -> None:
     warming.set()
     until(lambda: peer.ask(op="health", id="h")["ready"])
     assert peer.ask(**SMALL, id="p")["status"] == "ok"
-
-
-def test_a_backend_that_fails_its_self_test_ends_the_server() -> None:
-    class Wrong(MockBackend):
-        def warm(self) -> None:
-            raise EngineError("the self-test must pass (got other tokens)")
-
-    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
-    with pytest.raises(ThorError, match="self-test"):
-        Server(lambda: Wrong(config), config, log=lambda text: None).run()
 
 
 def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
@@ -216,18 +183,6 @@ def owing(house: Any) -> tuple[Any, Any, Slow]:
     return server, peer, backend
 
 
-def test_stopping_finishes_what_clerk_and_keeper_have(house: Any) -> None:
-    server, peer, backend = owing(house)
-    server.stop()
-    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
-    backend.go.set()
-    assert {reply["id"]: reply["type"] for reply in (peer.receive(), peer.receive())} == {
-        "v": "result", "d": "result"
-    }  # fmt: skip
-    until(lambda: server._handlers.idle)
-    assert not server._handlers.stats.refused, "nothing was given up"
-
-
 def test_a_second_stop_does_not_wait_for_clerk_and_keeper(house: Any) -> None:
     server, peer, backend = owing(house)
     peer.send(op="prefix.put", id="p", prefix_id="x", system="x")
@@ -257,37 +212,6 @@ def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
     assert peer.ask(op="shutdown", id="d")["stopping"] is True
     held.let()
     assert peer.final("a")["status"] == "ok"
-
-
-def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:
-    server, held = house.held()
-    peer, heartbeat = house.peer(server), server._lifecycle.heartbeat
-    peer.send(**SMALL, id="a")
-    assert held.waiting.wait(20)
-    for step in range(1, 4):
-        before = heartbeat.at
-        held.let(1)
-        until(lambda step=step: held.steps == step and held.waiting.is_set())  # type: ignore[misc]
-        assert heartbeat.busy
-        assert heartbeat.at > before
-    held.let()
-    assert peer.final("a")["status"] == "ok"
-    assert heartbeat.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"
-
-
-def test_a_prefix_gives_signs_of_life_too(house: Any) -> None:
-    class Long(MockBackend):
-        def pin(self, request: Any, stopped: Any) -> Any:
-            begun = server._lifecycle.heartbeat.at
-            assert not stopped()
-            signs.append(server._lifecycle.heartbeat.at > begun)
-            return super().pin(request, stopped)
-
-    signs: list[bool] = []
-    server = house.serve(Long(ServeConfig()))
-    reply = house.peer(server).ask(op="prefix.put", id="p", prefix_id="x", system="x")
-    assert reply["type"] == "result"
-    assert signs == [True]
 
 
 def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
@@ -397,3 +321,19 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
     assert ended.wait(20)
     peer.close()
     context.term()
+
+
+def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:
+    server, held = house.held()
+    peer, heartbeat = house.peer(server), server._lifecycle.heartbeat
+    peer.send(**SMALL, id="a")
+    assert held.waiting.wait(20)
+    for step in range(1, 4):
+        before = heartbeat.at
+        held.let(1)
+        until(lambda step=step: held.steps == step and held.waiting.is_set())  # type: ignore[misc]
+        assert heartbeat.busy
+        assert heartbeat.at > before
+    held.let()
+    assert peer.final("a")["status"] == "ok"
+    assert heartbeat.age(time.monotonic() + 3600) == 0, "an idle engine is not a hung one"

@@ -75,22 +75,6 @@ def test_who_asks_for_too_much_at_once_is_answered_busy(house: Any, op: str) -> 
     assert {peers[0].receive()["type"] for _ in range(MAX_PER_CLIENT)} == {"result"}
 
 
-def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
-    pending = PendingRequests()
-    taken = [pending.add(peer(1), VALIDATE) for _ in range(MAX_PER_CLIENT)]
-    others = [pending.add(peer(2), DROP)]
-    assert pending.abandon(lambda peer: peer.fd == 1) == taken
-    assert pending.abandon(lambda peer: peer.fd == 1) == [], "once"
-    assert not pending.idle
-    with pytest.raises(PlanError, match="of one client"):
-        pending.add(peer(1), VALIDATE)
-    assert not pending.remove(taken[0]), "nobody waits"
-    pending.add(peer(1), VALIDATE)
-    assert pending.remove(others[0])
-    pending.abandon()
-    assert pending.idle
-
-
 def test_what_a_client_that_left_is_owed_is_not_begun(house: Any) -> None:
     backend = Slow()
     server = house.serve(backend)
@@ -166,3 +150,19 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
         backend.prepare(messages.PlanRequest(prompt=long), None)
     assert caught.value.code == "prompt_too_long"
     assert few["prompt_tokens"] > 0
+
+
+def test_what_is_given_up_holds_its_room_until_it_is_done() -> None:
+    pending = PendingRequests()
+    taken = [pending.add(peer(1), VALIDATE) for _ in range(MAX_PER_CLIENT)]
+    others = [pending.add(peer(2), DROP)]
+    assert pending.abandon(lambda peer: peer.fd == 1) == taken
+    assert pending.abandon(lambda peer: peer.fd == 1) == [], "once"
+    assert not pending.idle
+    with pytest.raises(PlanError, match="of one client"):
+        pending.add(peer(1), VALIDATE)
+    assert not pending.remove(taken[0]), "nobody waits"
+    pending.add(peer(1), VALIDATE)
+    assert pending.remove(others[0])
+    pending.abandon()
+    assert pending.idle

@@ -11,9 +11,8 @@ import zmq
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import EngineError, PlanError, ThorError
+from thor_dflash.core.errors import EngineError
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
-from thor_dflash.serving.server.lifecycle import FAILED, Lifecycle
 from thor_dflash.serving.server.workers import FAULT
 
 SMALL = {"op": "plan", "prompt": "x"}
@@ -56,11 +55,6 @@ def test_hello_tells_what_a_client_must_know(house: Any) -> None:
     assert "deadline" in hello["features"]
 
 
-def test_a_mock_tells_the_bound_of_its_steps_before_the_first_one(house: Any) -> None:
-    hello = house.peer(house.mock(0.06)).ask(op="hello", id="h")
-    assert hello["limits"]["cancel_bound_ms"] == 120, "twice the longest step"
-
-
 # --- framing
 
 
@@ -94,15 +88,6 @@ def test_a_chain_of_proxies_has_an_end_that_is_told(house: Any, hops: int, fine:
     assert reply.get("message") == ("Server is running" if fine else wrong)
 
 
-def test_errors_name_the_request_and_hold_no_traceback(house: Any) -> None:
-    peer = house.peer(house.mock())
-    for fields in ({"op": "plan", "promt": "x"}, {"op": "nothing"}, {"v": 9, "op": "ping"}):
-        reply = peer.ask(id="e", **fields)
-        assert (reply["type"], reply["id"]) == ("error", "e")
-        assert "Traceback" not in str(reply)
-        assert 'File "' not in str(reply)
-
-
 def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
     class Broken(MockBackend):
         def prepare(self, ask: Any, left_ms: Any) -> Any:
@@ -122,24 +107,6 @@ def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
     assert reply["code"] == "engine_fault"
     assert "secret" not in str(reply)
     assert any("/secret/pkg/decode.onnx must run" in line for line in house.log)
-
-
-def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) -> None:
-    class Broken(MockBackend):
-        def start(self, prepared: Any, left_ms: Any) -> Any:
-            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
-
-    peer = house.peer(house.serve(Broken(ServeConfig())))
-    reply = peer.ask(**SMALL, id="p")
-    assert (reply["code"], reply["message"]) == ("engine_fault", FAULT)
-    assert peer.ask(op="health", id="h")["error"] == FAULT
-
-
-def test_a_server_that_ends_by_a_fault_tells_no_details() -> None:
-    lifecycle = Lifecycle(10.0, failed=ThorError("/secret/pkg must be whole"))
-    assert lifecycle.health(0, 0)["error"] == FAILED
-    with pytest.raises(PlanError, match=FAILED):
-        lifecycle.loaded()
 
 
 # --- plans
@@ -254,21 +221,6 @@ def test_cancel_works_from_elsewhere_by_session_alone(house: Any) -> None:
     assert peer.final("a")["status"] == "ok"
 
 
-def test_a_full_queue_is_busy_at_once(house: Any) -> None:
-    server, held = house.held(max_queue=2)
-    peer = house.peer(server)
-    for name in "abc":
-        peer.send(**SMALL, id=name, session=name)
-        if name == "a":
-            assert held.waiting.wait(20)
-    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
-    reply = peer.ask(**SMALL, id="d", session="d")
-    assert (reply["code"], reply["retryable"]) == ("busy", True)
-    assert reply["retry_after_ms"] > 0
-    held.let()
-    assert [peer.receive()["id"] for _ in range(3)] == ["a", "b", "c"]
-
-
 def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     server, held = house.held()
     peer = house.peer(server)
@@ -375,3 +327,14 @@ def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
     assert held.waiting.wait(20)
     assert peer.ask(**SMALL, id="b", session="b", deadline_ms=100)["code"] == "deadline"
     assert held.started == ["a"]
+
+
+def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) -> None:
+    class Broken(MockBackend):
+        def start(self, prepared: Any, left_ms: Any) -> Any:
+            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
+
+    peer = house.peer(house.serve(Broken(ServeConfig())))
+    reply = peer.ask(**SMALL, id="p")
+    assert (reply["code"], reply["message"]) == ("engine_fault", FAULT)
+    assert peer.ask(op="health", id="h")["error"] == FAULT

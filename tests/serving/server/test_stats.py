@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.server.stats import KEPT, SHOWN, Stats
+from thor_dflash.serving.server.stats import MAX_LISTED, WINDOW, Stats
 
 
 def test_percentiles_are_values_of_the_newest_plans() -> None:
     stats = Stats()
-    for number in range(KEPT + 100, 0, -1):
+    for number in range(WINDOW + 100, 0, -1):
         times = messages.Timings(queue_ms=number, e2e_ms=2.0 * number)
         stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = stats.show()["percentiles"]
@@ -38,8 +38,8 @@ def test_speculation_is_summed() -> None:
 
 def test_the_newest_plans_are_shown() -> None:
     stats = Stats()
-    for number in range(SHOWN + 3):
+    for number in range(MAX_LISTED + 3):
         times = messages.Timings(queue_ms=number)
         stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = [plan["queue_ms"] for plan in stats.show()["last"]]
-    assert shown == list(range(3, SHOWN + 3))
+    assert shown == list(range(3, MAX_LISTED + 3))

@@ -81,12 +81,6 @@ def test_prompts_are_logged_where_somebody_wants_them(house: Any, wanted: bool) 
     assert any("secret" in told for told in house.log) == wanted
 
 
-def test_no_prompt_writes_a_line_of_its_own_into_the_log(house: Any) -> None:
-    peer = house.peer(house.mock(log_prompts=True))
-    assert peer.ask(op="plan", prompt="x\nready\x1b[2J", id="b\nc")["status"] == "ok"
-    assert r"plan b\nc asks: x\nready\x1b[2J" in house.log
-
-
 def test_what_is_refused_at_the_door_is_written_down_too(house: Any, tmp_path: Path) -> None:
     path = tmp_path / "events"
     peer = house.peer(house.mock(events=str(path)))
@@ -250,20 +244,6 @@ def test_a_directory_that_takes_no_traces_is_refused_before_anything_listens(
         Server(lambda: MockBackend(config), config)
 
 
-def test_a_directory_of_traces_that_nobody_asks_for_is_left_alone(
-    house: Any, tmp_path: Path
-) -> None:
-    house.mock(trace_dir=str(tmp_path / "traces"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_traces_do_not_fill_a_disk(tmp_path: Path) -> None:
-    for number in range(trace.MAX_TRACES + 3):
-        trace.write(tmp_path, str(number), {})
-    left = {path.name.split("-")[1] for path in tmp_path.iterdir()}
-    assert left == {f"{number}.trace.json" for number in range(3, trace.MAX_TRACES + 3)}
-
-
 @pytest.mark.parametrize("now", [0, 10**15, 10**18], ids=str)
 def test_a_clock_that_was_set_back_costs_no_new_trace(
     now: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,18 +295,6 @@ def test_a_thor_is_known_by_its_files(tmp_path: Path) -> None:
     assert set(nothing.values()) == {None}
 
 
-def test_a_card_is_known_by_its_drivers_file(tmp_path: Path) -> None:
-    path = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
-    path.parent.mkdir(parents=True)
-    path.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42\n")
-    core = "processor\t: 0\nmodel name\t: A CPU\n\n"
-    (tmp_path / "proc/cpuinfo").write_text(3 * core)
-    for engine in ("cuda", "tensorrt"):
-        assert host_info.describe(engine, tmp_path)["name"] == "NVIDIA H100 80GB HBM3"
-    told = host_info.describe("ort", tmp_path)
-    assert (told["name"], told["cores"]) == ("A CPU", 3), "the card does not compute there"
-
-
 def test_idle_time_before_each_step_is_left_to_others_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,3 +312,9 @@ def test_idle_time_before_each_step_is_left_to_others_and_counted(
     assert told[1].spec
     assert slept == [700e-6] * (told[1].spec.cycles + 1), "each cycle, and one prefill step"
     session.close()
+
+
+def test_no_prompt_writes_a_line_of_its_own_into_the_log(house: Any) -> None:
+    peer = house.peer(house.mock(log_prompts=True))
+    assert peer.ask(op="plan", prompt="x\nready\x1b[2J", id="b\nc")["status"] == "ok"
+    assert r"plan b\nc asks: x\nready\x1b[2J" in house.log
