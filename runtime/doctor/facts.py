@@ -1,4 +1,4 @@
-"""The facts that the doctor asks of a machine, which a child process or a test can supply."""
+"""The facts that the doctor needs of a machine, which a child process or a test can supply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Finding:
 
     item: str
     state: State
-    """wrong: something that was asked for cannot work. warn: it works less well than it could, or
+    """wrong: something that was requested cannot work. warn: it works less well than it could, or
     an optional part is missing."""
     text: str
     remedy: str = ""
@@ -93,7 +93,7 @@ class CommandOutput:
 
 
 class Machine(Protocol):
-    """Everything the doctor asks of a machine. No method may hang or raise."""
+    """Everything the doctor needs of a machine. No method may hang or raise."""
 
     @property
     def python(self) -> tuple[int, int]:

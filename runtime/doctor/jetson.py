@@ -40,25 +40,25 @@ def jetpack(machine: Machine, *, on_cpu: bool = False) -> Finding:
     text = machine.text(RELEASE)
     found = re.search(r"R(\d+)[^,]*,\s*REVISION:\s*(\d+)(?:\.(\d+))?", text)
     if found is None:
-        return Finding("jetpack", "warn", f"/{RELEASE} says {text.splitlines()[0][:80]!r}")
+        return Finding("jetpack", "warn", f"/{RELEASE} holds {text.splitlines()[0][:80]!r}")
     major, minor = int(found[1]), int(found[2])
     name = JETPACKS.get((major, minor))
-    said = f"L4T {major}.{minor}.{found[3] or 0}" + (f", JetPack {name}" if name else "")
+    release = f"L4T {major}.{minor}.{found[3] or 0}" + (f", JetPack {name}" if name else "")
     if major < FIRST:
-        text, remedy = f"{said}; Thor needs JetPack 7", "flash JetPack 7.1 or later"
+        text, remedy = f"{release}; Thor needs JetPack 7", "flash JetPack 7.1 or later"
         return Finding("jetpack", missing(not on_cpu), text, remedy)
     if name is None:
         known = ", ".join(f"{JETPACKS[key]} (L4T {key[0]}.{key[1]})" for key in sorted(JETPACKS))
-        return Finding("jetpack", "warn", f"{said}; known are {known}")
-    return Finding("jetpack", "ok", said)
+        return Finding("jetpack", "warn", f"{release}; known are {known}")
+    return Finding("jetpack", "ok", release)
 
 
 def power(machine: Machine) -> Finding:
     """The power mode."""
-    said = machine.run("nvpmodel", "-q")
-    found = re.search(r"NV Power Mode:\s*(\S+)", said.text)
+    output = machine.run("nvpmodel", "-q").text
+    found = re.search(r"NV Power Mode:\s*(\S+)", output)
     if found is None:
-        text = f"nvpmodel -q said {' '.join(said.text.split())[:80]!r}"
+        text = f"nvpmodel -q printed {' '.join(output.split())[:80]!r}"
         return Finding("power mode", "warn", text, "sudo nvpmodel -q")
     if found[1].upper().startswith("MAXN"):
         return Finding("power mode", "ok", found[1])
@@ -84,7 +84,7 @@ def clocks(machine: Machine) -> Iterator[Finding]:
 
 
 def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
-    """Lowest, current and highest clock, Hz: from the kernel, or else from jetson_clocks."""
+    """Lowest, current and highest clock, Hz, by the kernel."""
     found: dict[str, tuple[int, int, int]] = {}
     for what, start in CLOCKS.items():
         for path in machine.paths(f"{DEVFREQ}/*{start}*"):
@@ -92,11 +92,6 @@ def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
             if all(word.isdecimal() for word in words):
                 low, now, high = map(int, words)
                 found.setdefault(what, (low, now, high))
-    if len(found) < len(CLOCKS):
-        said = machine.run("jetson_clocks", "--show").text
-        line = r"^\s*(GPU|EMC)\b.*?MinFreq=(\d+)\s+MaxFreq=(\d+)\s+CurrentFreq=(\d+)"
-        for row in re.finditer(line, said, re.MULTILINE):
-            found.setdefault(row[1], (int(row[2]), int(row[4]), int(row[3])))
     return found
 
 
@@ -115,7 +110,7 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
     free = available(machine)
     text = f"{free / 1e9:.1f} GB available of {_meminfo(machine, 'MemTotal') / 1e9:.1f}"
     if not free:
-        yield Finding("memory", "warn", "/proc/meminfo does not say what is available")
+        yield Finding("memory", "warn", "/proc/meminfo lacks MemAvailable")
         return
     cached = [gpu for gpu in cuda.devices if gpu.integrated and gpu.free < 0.8 * free]
     if cached:

@@ -92,30 +92,30 @@ class LocalMachine:
 
     def cuda(self) -> Cuda:
         """See Machine."""
-        return self._ask(Cuda, "cuda")
+        return self._probe(Cuda, "cuda")
 
     def nvrtc(self, arch: str, device: int) -> Nvrtc:
         """See Machine."""
-        return self._ask(Nvrtc, "nvrtc", arch, str(device))
+        return self._probe(Nvrtc, "nvrtc", arch, str(device))
 
     def tensorrt(self) -> TensorRT:
         """See Machine."""
-        return self._ask(TensorRT, "tensorrt")
+        return self._probe(TensorRT, "tensorrt")
 
-    def _ask(self, kind: type[T], question: str, *more: str) -> T:
-        words: list[str] = probe.arguments(question, more, sys.path)
-        said = _run([sys.executable, *words], self.probe_seconds)
-        last = said.text.strip().rpartition("\n")[2]
+    def _probe(self, kind: type[T], query: str, *more: str) -> T:
+        words: list[str] = probe.arguments(query, more, sys.path)
+        output = _run([sys.executable, *words], self.probe_seconds)
+        last = output.text.strip().rpartition("\n")[2]
         try:
-            # A library may crash the child during its clean-up; the answer before that counts.
+            # A library may crash the child during its clean-up; the reply before that counts.
             return strict_records.decode(kind, json.loads(last), "", EngineError)
         except (ValueError, EngineError):
-            return kind(error=f"{self._ending(said)} ({last[-200:] or 'it said nothing'})")
-
-    def _ending(self, said: CommandOutput) -> str:
-        if said.code is None:
-            return f"no answer within {self.probe_seconds:.0f} s"
-        return f"its process ended with status {said.code}"
+            ending = (
+                f"no answer within {self.probe_seconds:.0f} s"
+                if output.code is None
+                else f"its process ended with status {output.code}"
+            )
+            return kind(error=f"{ending} ({last[-200:] or 'no output'})")
 
 
 def _run(command: list[str], seconds: float) -> CommandOutput:

@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
 def fits(
     machine: Machine, cuda: Cuda, manifest: Manifest, config: EngineConfig
 ) -> Iterator[Finding]:
-    """Whether the package's engine, the sizes asked of it and its memory fit this machine."""
+    """Whether the package's engine, the sizes requested of it and its memory fit this machine."""
     gpu = _gpu(cuda, config.device)
     if manifest.engine in ON_DEVICE:
         yield _on_device(manifest, cuda, gpu, config)
@@ -70,21 +70,16 @@ def threads(config: EngineConfig) -> Iterator[Finding]:
 
 def _refused(manifest: Manifest, config: EngineConfig) -> Iterator[tuple[str, Finding]]:
     """Yield the sizes that opening the package would refuse, and the refusals."""
-    asked: tuple[tuple[str, str, int, Callable[[], int]], ...] = (
-        (
-            "capacity",
-            "context",
-            manifest.capacity,
-            lambda: resolve_options.capacity(config, manifest),
-        ),
-        ("block", "block", manifest.block, lambda: resolve_options.block(config, manifest)),
-        ("chunk", "prefill step", manifest.chunk, lambda: resolve_options.chunk(config, manifest)),
+    sizes: tuple[tuple[str, str, int, Callable[[EngineConfig, Manifest], int]], ...] = (
+        ("capacity", "context", manifest.capacity, resolve_options.capacity),
+        ("block", "block", manifest.block, resolve_options.block),
+        ("chunk", "prefill step", manifest.chunk, resolve_options.chunk),
     )
-    for name, item, good, ask in asked:
+    for name, item, own, resolve in sizes:
         try:
-            ask()
+            resolve(config, manifest)
         except ConfigError as e:
-            yield name, Finding(item, "wrong", str(e), f"--set engine.{name}={good}")
+            yield name, Finding(item, "wrong", str(e), f"--set engine.{name}={own}")
 
 
 def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:

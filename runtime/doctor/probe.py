@@ -1,4 +1,4 @@
-"""Queries that may hang or crash, run in a child process: the answer is one JSON line on stdout."""
+"""Queries that may hang or crash, run in a child process: the reply is one JSON line on stdout."""
 
 # cuda-python and TensorRT publish no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -19,21 +19,21 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import ThorError
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, TensorRT
 
-ROOM, SOURCE = "standard", "kernel.cu"
+OPERATOR, SOURCE = "standard", "kernel.cu"
 """The trial kernel: small, but includes the headers that every kernel includes."""
 LIBRARIES = ("libnvinfer.so.10", "libnvinfer.so.11")
 
 
-def main(question: str, *arguments: str) -> None:
-    """Print the answer to one question."""
-    answer: object
-    if question == "cuda":
-        answer = cuda()
-    elif question == "nvrtc":
-        answer = nvrtc(arguments[0], int(arguments[1]))
+def main(query: str, *arguments: str) -> None:
+    """Print the reply to one query."""
+    reply: object
+    if query == "cuda":
+        reply = cuda()
+    elif query == "nvrtc":
+        reply = nvrtc(arguments[0], int(arguments[1]))
     else:
-        answer = tensorrt()
-    print(json.dumps(strict_records.encode(answer)), flush=True)
+        reply = tensorrt()
+    print(json.dumps(strict_records.encode(reply)), flush=True)
 
 
 def cuda() -> Cuda:
@@ -48,8 +48,8 @@ def cuda() -> Cuda:
         return Cuda(error=f"no driver: {e}", bindings=int(driver.CUDA_VERSION))
     known = Cuda(driver=int(version), bindings=int(driver.CUDA_VERSION))
     try:
-        _ask(driver, "cuInit", 0)
-        count = int(_ask(driver, "cuDeviceGetCount"))
+        _call(driver, "cuInit", 0)
+        count = int(_call(driver, "cuDeviceGetCount"))
         return replace(known, devices=tuple(_gpu(driver, i) for i in range(count)))
     except _DriverError as e:
         return replace(known, error=str(e))
@@ -59,7 +59,7 @@ class _DriverError(Exception):
     """A driver call failed; the message names the error and the call."""
 
 
-def _ask(driver: Any, name: str, *arguments: Any) -> Any:
+def _call(driver: Any, name: str, *arguments: Any) -> Any:
     status, *values = getattr(driver, name)(*arguments)
     if int(status) != 0:
         raise _DriverError(f"{status.name} from {name}")
@@ -67,17 +67,17 @@ def _ask(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def _gpu(driver: Any, index: int) -> Gpu:
-    handle = _ask(driver, "cuDeviceGet", index)
+    handle = _call(driver, "cuDeviceGet", index)
 
     def attribute(name: str) -> int:
         kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_ask(driver, "cuDeviceGetAttribute", kind, handle))
+        return int(_call(driver, "cuDeviceGetAttribute", kind, handle))
 
-    context = _ask(driver, "cuDevicePrimaryCtxRetain", handle)
-    _ask(driver, "cuCtxSetCurrent", context)
-    free, total = _ask(driver, "cuMemGetInfo")
+    context = _call(driver, "cuDevicePrimaryCtxRetain", handle)
+    _call(driver, "cuCtxSetCurrent", context)
+    free, total = _call(driver, "cuMemGetInfo")
     return Gpu(
-        name=_ask(driver, "cuDeviceGetName", 256, handle).split(b"\0")[0].decode(),
+        name=_call(driver, "cuDeviceGetName", 256, handle).split(b"\0")[0].decode(),
         major=attribute("COMPUTE_CAPABILITY_MAJOR"),
         minor=attribute("COMPUTE_CAPABILITY_MINOR"),
         multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
@@ -101,7 +101,7 @@ def nvrtc(arch: str, device: int) -> Nvrtc:
         return Nvrtc(error=str(e))
     start = time.perf_counter()
     try:
-        cubin = compile_source(ROOT / ROOM / SOURCE, {}, arch)
+        cubin = compile_source(ROOT / OPERATOR / SOURCE, {}, arch)
         seconds = time.perf_counter() - start
         if device >= 0:
             Driver(device)("cuModuleLoadData", cubin.image)
@@ -131,9 +131,9 @@ def _library() -> int:
     return 0
 
 
-def arguments(question: str, more: Sequence[str], path: Sequence[str]) -> list[str]:
-    """Interpreter arguments for a child that answers one question with this sys.path."""
-    call = ", ".join(repr(word) for word in (question, *more))
+def arguments(query: str, more: Sequence[str], path: Sequence[str]) -> list[str]:
+    """Interpreter arguments for a child that replies to one query with this sys.path."""
+    call = ", ".join(repr(word) for word in (query, *more))
     return [
         "-c",
         f"import sys; sys.path[:] = {list(path)!r}\n"

@@ -18,7 +18,7 @@ from thor_dflash.runtime.doctor.facts import (
 
 PYTHON = (3, 11)
 EXTRAS = {
-    "build": {"onnx": "1.19"},
+    "build": {"onnx": "1.19", "safetensors": "0.5"},
     "ort": {"onnxruntime": "1.22"},
     "cuda": {"cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
     "tensorrt": {"onnx": "1.19", "cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},

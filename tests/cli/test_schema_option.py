@@ -89,7 +89,7 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
     same = ("--compare", str(tmp_path / "before.json"))
     assert run(tmp_path, "profile", SMALL, *few, *same) == 0
     assert run(tmp_path, "profile", PLAN, *few, *same) == 2
-    assert "same question and settings (got schema " in capsys.readouterr().err
+    assert "same request and settings (got schema " in capsys.readouterr().err
     line = ["profile", "--package", str(package()), *PROMPT, *few, *same]
     assert main.main(line) == 2
     assert f"(got schema {found['subject']['settings']['schema']}, now nothing)" in (

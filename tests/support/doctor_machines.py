@@ -37,7 +37,7 @@ class Pretend:
     gpu: Cuda = NO_DRIVER
     compiler: Nvrtc = COMPILER
     trt: TensorRT = NO_TENSORRT
-    room: int = 50 * GB
+    free: int = 50 * GB
     held: int = 0
 
     def version(self, distribution: str) -> str:
@@ -54,7 +54,7 @@ class Pretend:
         return self.commands.get(" ".join(command), NO_MACHINE)
 
     def space(self, directory: str) -> int:
-        return self.room
+        return self.free
 
     def kernels(self, directory: str) -> int:
         return self.held

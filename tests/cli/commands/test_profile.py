@@ -168,7 +168,7 @@ def test_profiles_of_different_settings_are_not_compared(
     assert profile(root, "--compare", str(before)) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    same = "--compare must be a profile of the same question and settings"
+    same = "--compare must be a profile of the same request and settings"
     told = f"{same} (got decode.gate on, now off)"
     assert err.endswith(f"thor-dflash: {told}\n")
 
@@ -202,9 +202,7 @@ def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_
         (other / "pkg" / manifest.NAME).write_text(manifest.render(made))
         (other / "ids.json").write_text((root / "ids.json").read_text())
         assert profile(other, "--compare", str(before)) == status
-        assert ("same question and settings (got package" in capsys.readouterr().err) == bool(
-            status
-        )
+        assert ("same request and settings (got package" in capsys.readouterr().err) == bool(status)
 
 
 def test_a_page_and_a_trace_of_the_last_answer(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -86,17 +85,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_version_of_its_compiler() -> 
     assert found.version.startswith("13.")
 
 
-def test_what_a_command_says_on_either_stream_is_heard() -> None:
-    code = "import sys; print('no libcuda', file=sys.stderr)"
-    assert LocalMachine().run(sys.executable, "-c", code) == CommandOutput(0, "no libcuda\n")
-
-
-def test_a_command_is_heard_where_no_disk_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # where nothing can be made
-    assert LocalMachine().run(sys.executable, "-c", "print('x')") == CommandOutput(0, "x\n")
-
-
-def test_a_directory_that_is_closed_has_no_room(tmp_path: Path) -> None:
+def test_a_directory_that_is_closed_has_no_space(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     for directory in (tmp_path, tmp_path / "new" / "folder"):
         assert asked_unprivileged(partial(LocalMachine().space, str(directory))) == -1
@@ -126,7 +115,7 @@ def test_a_query_that_crashes_says_so_unless_it_had_answered_before(
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format("bang")])
     assert "status -11 (bang)" in LocalMachine().tensorrt().error
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", "raise SystemExit(3)"])
-    assert "status 3 (it said nothing)" in LocalMachine().tensorrt().error
-    said = json.dumps({"bindings": "10.13.3"})
-    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(said)])
+    assert "status 3 (no output)" in LocalMachine().tensorrt().error
+    answer = json.dumps({"bindings": "10.13.3"})
+    monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(answer)])
     assert LocalMachine().tensorrt() == TensorRT(bindings="10.13.3")

@@ -66,7 +66,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         request = prompt_options.request(session, config, progress)
         subject = _subject(session, request, config, speed)
         if base and (told := base.subject.differs(subject)):
-            same = "--compare must be a profile of the same prompt_options and settings"
+            same = "--compare must be a profile of the same request and settings"
             raise RequestError(f"{same} (got {'; '.join(told)})")
         watch = PowerSampler(find_sensors(), junction())
         try:
