@@ -43,7 +43,8 @@ close (a ratio p(soft) / p(best) of at least r is a margin of -ln r).
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.accept.reference import HEADER, Record, cases, reference
+from thor_dflash.plugins.accept.record import HEADER, Record
+from thor_dflash.plugins.accept.reference import cases, reference
 from thor_dflash.plugins.contract import Attributes, Op, Port
 
 __all__ = ["OP", "Record"]

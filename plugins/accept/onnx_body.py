@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.accept.reference import LOG_MARGIN
+from thor_dflash.plugins.accept.record import LOG_MARGIN
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE, FunctionBuilder, Inputs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.reference import STRICT, Record
+from thor_dflash.plugins.accept.record import STRICT, Record
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 
 DecodeFinish = Literal["", "stop", "length", "grammar_dead_end"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.package.manifest import CHUNK_STEPS, Manifest, graph_name
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.decoding.block import Block

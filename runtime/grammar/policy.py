@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.grammar.compiler import Grammar, Vocabulary
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 
 GateMode = Literal["open", "shut", "probing"]

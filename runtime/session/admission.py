@@ -17,7 +17,7 @@ from thor_dflash.config.decode import (
 )
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
-from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
+from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer

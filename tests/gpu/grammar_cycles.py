@@ -31,7 +31,7 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer

@@ -10,7 +10,7 @@ import pytest
 from support.loop_models import answer, drafts, oracle, prompt, session
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Reason
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request

@@ -11,7 +11,7 @@ import pytest
 from support.loop_models import prompt
 from support.thinking_models import after, first_seen, oracle, thinker
 
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
 from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
 from thor_dflash.runtime.decoding.proposers import NoDrafter

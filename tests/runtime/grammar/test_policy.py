@@ -22,7 +22,7 @@ from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary

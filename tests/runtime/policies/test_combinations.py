@@ -12,7 +12,7 @@ from support.loop_models import DEAD, erring
 from support.thinking_models import Asked, after, oracle, run, thinker
 
 from thor_dflash.config.decode import DraftConfig
-from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA, Record
+from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA, Record
 from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer

@@ -9,14 +9,8 @@ import pytest
 from support.loop_models import drafts, erring
 from support.thinking_models import Asked, after, run
 
-from thor_dflash.plugins.accept.reference import (
-    LOG_MARGIN,
-    PROBABILITY_DELTA,
-    STRICT,
-    Record,
-    accept_case,
-    reference,
-)
+from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA, STRICT, Record
+from thor_dflash.plugins.accept.reference import accept_case, reference
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress
 from thor_dflash.runtime.decoding.proposers import CallableDrafter, DflashDrafter, NoDrafter

@@ -10,7 +10,7 @@ import pytest
 from support.loop_models import session
 from support.thinking_models import Asked, after, run, thinker
 
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import (

@@ -21,7 +21,7 @@ from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.plugins.accept.reference import LOG_MARGIN, PROBABILITY_DELTA
+from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.session import Request, Session, open_session

@@ -7,7 +7,7 @@ from support.loop_models import DEAD, answer, oracle, prompt, session
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.reference import Record
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.engines.protocol import Tensor
