@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from pathlib import Path
-from shutil import copyfile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,6 @@ from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.resume_key import build_key
 from thor_dflash.builders.tensorrt.package import (
-    EngineBuilder,
     EngineSources,
     engine_builder,
     plan_engines,
@@ -48,6 +46,9 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ENDING, Program, render
 from thor_dflash.package.manifest import KvScales, Manifest, TensorTotals
 from thor_dflash.package.tokenizer_files import addressed_ids, stop_tokens, tokenizer_files
+
+if TYPE_CHECKING:
+    from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
 
 _DTYPE = {"f32": DType.F32, "bf16": DType.BF16, "fp8": DType.FP8}
 _NAMES: dict[DType, Literal["f32", "bf16", "fp8"]] = {
@@ -110,20 +111,25 @@ def build(
         total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
         with progress.task("writing weights", total, "bytes") as task:
             for file in plan.weights.files:
-                done = [0]
-                stage.write(file, _weight_writer(plan.weights, file, task.advance, done))
-                task.advance(plan.weights.nbytes(file) - done[0])
+                kept = file in stage.files
+                stage.write(file, partial(plan.weights.write, file, task.advance))
+                task.advance(plan.weights.nbytes(file) * kept)
         if by and planned:
             write_engines(stage, planned, by, progress)
         for program in () if by else plan.programs:
-            stage.write(f"{program.name}{ENDING}", _program_writer(program))
+            stage.write(f"{program.name}{ENDING}", partial(_write, render(program).encode()))
         for graph in () if plan.programs else plan.graphs:
-            stage.write(f"{graph.name}.onnx", _graph_writer(graph))
+            data = graph.proto().SerializeToString(deterministic=True)
+            stage.write(f"{graph.name}.onnx", partial(_write, data))
         for name in tokenizer_files(target):
-            stage.write(name, _copier(target / name))
+            stage.write(name, partial(_write, (target / name).read_bytes()))
         made = replace(described, files=stage.files)
         stage.finish(manifest.render(made))
     return made
+
+
+def _write(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
 
 
 def make_plan(
@@ -309,37 +315,6 @@ def _stop(target: TargetSource, vocab: int) -> tuple[int, ...]:
     return stop
 
 
-def _weight_writer(
-    weights: WeightFiles, file: str, advance: Callable[[int], None], done: list[int]
-) -> Callable[[Path], None]:
-    def tell(count: int) -> None:
-        done[0] += count
-        advance(count)
-
-    return lambda path: weights.write(file, path, tell)
-
-
-def _graph_writer(graph: GraphBuilder) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_bytes(graph.proto().SerializeToString(deterministic=True))
-
-    return write
-
-
-def _program_writer(program: Program) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_text(render(program), encoding="utf-8")
-
-    return write
-
-
-def _copier(source: Path) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        copyfile(source, path)
-
-    return write
-
-
 def describe(plan: BuildPlan) -> Manifest:
     """Return the manifest of a plan's package, without its files."""
     config, drafter = plan.config, plan.drafter
@@ -401,6 +376,6 @@ def material(plan: BuildPlan) -> EngineSources:
     )
 
 
-def _key(plan: BuildPlan, by: EngineBuilder | None) -> str:
+def _key(plan: BuildPlan, by: TensorRTBuilder | None) -> str:
     read = [source.directory for source in (plan.target, plan.drafter) if source]
     return build_key(plan.config, read, plan.draft_ids, by)

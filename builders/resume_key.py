@@ -10,13 +10,16 @@ import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash import builders, config, core, package, plugins
-from thor_dflash.builders.tensorrt.package import EngineBuilder
 from thor_dflash.config.build import BuildConfig
+
+if TYPE_CHECKING:
+    from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
 
 _READ = (".json", ".safetensors", ".jinja")
 """Suffixes of the checkpoint files that a build reads."""
@@ -29,7 +32,7 @@ def build_key(
     config: BuildConfig,
     checkpoints: Iterable[Path],
     draft_ids: NDArray[np.int32] | None,
-    by: EngineBuilder | None,
+    by: TensorRTBuilder | None,
 ) -> str:
     """Hash the configuration, the code, the draft ids, and path, size and time of each file of the
     checkpoints; for a TensorRT package also its version and the device.

@@ -133,7 +133,7 @@ def write_synthetic(
         path.write_text(render(program), encoding="utf-8")
         files = {**files, path.name: manifest.hash_file(path)}
     (out / CONSTANTS).parent.mkdir()
-    plan.weights.write(CONSTANTS, out / CONSTANTS, lambda count: None)
+    plan.weights.write(CONSTANTS, lambda count: None, out / CONSTANTS)
     files = {**files, CONSTANTS: manifest.hash_file(out / CONSTANTS)}
     made = replace(describe(plan), files=files)
     (out / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")

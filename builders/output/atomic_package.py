@@ -14,12 +14,11 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 import sys
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Generator
+from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self
 
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.progress import print_line
@@ -27,8 +26,6 @@ from thor_dflash.package.manifest import NAME, FileEntry, check_outside, hash_fi
 
 JOURNAL = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SPARE = 1 << 20
-"""A disk with less free space counts as full, bytes: numpy reports a short write without errno."""
 _EXCHANGE = 2
 """RENAME_EXCHANGE of renameat2(2)."""
 _AT_CWD = -100
@@ -82,9 +79,8 @@ class AtomicPackage:
     ) -> None:
         if self._lock < 0:
             return
-        full = isinstance(error, OSError) and _is_full(error, self._partial)
         self._discard()
-        if full:
+        if isinstance(error, OSError) and error.errno in _FULL:
             raise PackageError(
                 f"the disk must have space for {self.out} (got: no space left on device)"
             ) from error
@@ -96,9 +92,9 @@ class AtomicPackage:
         """
         if name in self._files:
             return self._files[name]
-        path = self._inside(name)
+        path = self._partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # part of a file of a killed build, or a link to another file
+        path.unlink(missing_ok=True)  # part of a file of a killed build
         writer(path)
         entry = hash_file(path)
         _flush(path)
@@ -119,22 +115,15 @@ class AtomicPackage:
         os.close(self._lock)
         self._lock = -1
 
-    def _inside(self, name: str) -> Path:
-        path = PurePosixPath(name)
-        assert not path.is_absolute(), name
-        assert ".." not in path.parts, name
-        assert name not in (NAME, JOURNAL), name
-        return self._partial / path
-
     def _resume(self) -> None:
         journal = self._partial / JOURNAL
-        rows = list(_rows(journal))
+        rows = _rows(journal)
         if not rows or rows[0].get("key") != self._key:
             _empty(self._partial)
             self._note({"key": self._key})
             return
         for row in rows[1:]:
-            name, entry = _entry(row)
+            name, entry = row["name"], FileEntry(sha256=row["sha256"], bytes=row["bytes"])
             path = self._partial / name
             if path.is_file() and path.stat().st_size == entry.bytes:
                 self._files[name] = entry
@@ -232,24 +221,13 @@ def _ours(partial: Path) -> bool:
     return not any(partial.iterdir()) or (partial / JOURNAL).is_file() or is_package(partial)
 
 
-def _rows(journal: Path) -> Iterator[dict[str, object]]:
-    try:
-        lines = journal.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
-        try:
-            row: object = json.loads(line)
-        except ValueError:
-            continue  # a line that a crash cut short; the file it names is written again
-        if isinstance(row, dict):
-            yield cast("dict[str, object]", row)
-
-
-def _entry(row: dict[str, object]) -> tuple[str, FileEntry]:
-    size = row["bytes"]
-    assert isinstance(size, int)
-    return str(row["name"]), FileEntry(sha256=str(row["sha256"]), bytes=size)
+def _rows(journal: Path) -> list[dict[str, Any]]:
+    """Return the rows of a journal, up to a line that a crash cut short."""
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in journal.read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))
+    return rows
 
 
 def _empty(directory: Path) -> None:
@@ -266,19 +244,9 @@ def _clear(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> bool:
-    """Delete a directory, closed ones in it too, as far as possible; return whether it is gone."""
-    _open(directory)
-    for path, names, _ in os.walk(directory):
-        for name in names:
-            _open(Path(path, name))
+    """Delete a directory as far as possible; return whether it is gone."""
     shutil.rmtree(directory, ignore_errors=True)
     return not os.path.lexists(directory)
-
-
-def _open(directory: Path) -> None:
-    if not directory.is_symlink():
-        with contextlib.suppress(OSError):
-            directory.chmod(stat.S_IRWXU)
 
 
 def _flush(path: Path) -> None:
@@ -346,9 +314,3 @@ def _exchange(a: Path, b: Path) -> bool:
     except AttributeError:
         return False
     return bool(swap(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _EXCHANGE) == 0)
-
-
-def _is_full(error: OSError, directory: Path) -> bool:
-    if error.errno is not None:
-        return error.errno in _FULL
-    return shutil.disk_usage(directory).free < _SPARE

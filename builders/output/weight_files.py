@@ -84,7 +84,7 @@ class WeightFiles:
         last = self._sources[file][-1].stored
         return last.offset + last.nbytes
 
-    def write(self, file: str, path: Path, advance: Callable[[int], None]) -> None:
+    def write(self, file: str, advance: Callable[[int], None], path: Path) -> None:
         """Write one file, a tensor at a time; `advance` gets the counts of bytes written."""
         with path.open("wb") as out:
             for source in self._sources[file]:

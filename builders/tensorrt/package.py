@@ -7,11 +7,10 @@ TensorRT is reported at once.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder
 from thor_dflash.builders.output.weight_files import WeightFiles
@@ -29,8 +28,11 @@ from thor_dflash.package.launch_program import Program
 from thor_dflash.package.manifest import CHUNK_STEPS, FileEntry
 from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, PluginCall
 from thor_dflash.plugins.contract import NEXT
-from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
-from thor_dflash.plugins.tensorrt.node import PluginNode, fingerprint
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.tensorrt.node import fingerprint
+
+if TYPE_CHECKING:
+    from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
 
 LOG = "tensorrt.log"
 """File of TensorRT's warnings, in the package."""
@@ -38,44 +40,6 @@ ENGINE = ".plan"
 """Suffix of an engine's file."""
 SCRATCH = ".scratch"
 """Temporary directory beside the engines while they are built."""
-
-
-class EngineBuilder(Protocol):
-    """Builds engines. See engine.TensorRTBuilder, the only implementation outside tests."""
-
-    @property
-    def version(self) -> str:
-        """Version of TensorRT."""
-        ...
-
-    @property
-    def device(self) -> DeviceInfo:
-        """The device that the engines are built on, and for."""
-        ...
-
-    @property
-    def options(self) -> dict[str, str]:
-        """Build options, for the engines' descriptions."""
-        ...
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        """TensorRT's warnings."""
-        ...
-
-    def calls(self, nodes: Iterable[PluginNode]) -> AbstractContextManager[None]:
-        """Register the plugins of these nodes with TensorRT for the duration of the block."""
-        ...
-
-    def build(
-        self, together: EngineGraphs, constants: EngineConstants, directory: Path, path: Path
-    ) -> None:
-        """Write an engine."""
-        ...
-
-    def look(self, together: EngineGraphs, path: Path) -> list[InspectedLayer]:
-        """Return the layers of an engine."""
-        ...
 
 
 class PackageWriter(Protocol):
@@ -111,14 +75,14 @@ class EnginePlan:
     """Whether to leave out the constants, for a model without weights."""
 
 
-def engine_builder(config: TensorRTConfig, progress: Progress) -> EngineBuilder:
+def engine_builder(config: TensorRTConfig, progress: Progress) -> TensorRTBuilder:
     """Return the builder of engines for this machine.
 
     Raises:
         EngineError: TensorRT is missing or too old, or there is no device.
     """
     try:
-        from thor_dflash.builders.tensorrt.engine import TensorRTBuilder as Real
+        from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
     except ImportError as e:
         raise EngineError(
             "build.engine tensorrt must have TensorRT's Python package; on a Jetson it comes with "
@@ -126,7 +90,7 @@ def engine_builder(config: TensorRTConfig, progress: Progress) -> EngineBuilder:
         ) from e
     driver = Driver()
     try:
-        return Real(config, driver.info, progress)
+        return TensorRTBuilder(config, driver.info, progress)
     finally:
         driver.close()
 
@@ -185,7 +149,7 @@ def _shared_states(one: EngineGraphs) -> list[str]:
 
 
 def write_engines(
-    stage: PackageWriter, made: EnginePlan, by: EngineBuilder, progress: Progress
+    stage: PackageWriter, made: EnginePlan, by: TensorRTBuilder, progress: Progress
 ) -> None:
     """Write every engine, its description, and TensorRT's warnings.
 
@@ -206,7 +170,7 @@ def write_engines(
 
 
 def _engine_writer(
-    one: EngineGraphs, made: EnginePlan, by: EngineBuilder, progress: Progress
+    one: EngineGraphs, made: EnginePlan, by: TensorRTBuilder, progress: Progress
 ) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         scratch = path.with_name(SCRATCH)
@@ -226,7 +190,7 @@ def _sidecar_writer(
     one: EngineGraphs,
     profile: int,
     entry: FileEntry,
-    by: EngineBuilder,
+    by: TensorRTBuilder,
     looked: list[InspectedLayer],
 ) -> Callable[[Path], None]:
     """Return the writer of a graph's description. `looked` caches the engine's layers: the first
@@ -246,7 +210,7 @@ def describe(
     one: EngineGraphs,
     profile: int,
     entry: FileEntry,
-    by: EngineBuilder,
+    by: TensorRTBuilder,
     found: Sequence[InspectedLayer],
 ) -> EngineDescription:
     """Return the description of one graph's engine."""
@@ -276,5 +240,5 @@ def describe(
     )
 
 
-def _write_log(path: Path, by: EngineBuilder) -> None:
+def _write_log(path: Path, by: TensorRTBuilder) -> None:
     path.write_text("".join(f"{line}\n" for line in by.warnings), encoding="utf-8")

@@ -62,7 +62,7 @@ class EngineConstants:
         """Write the file; with `synthetic`, as a sparse file of the right size."""
         path = directory / FILE
         if not synthetic:
-            self.files.write(FILE, path, advance)
+            self.files.write(FILE, advance, path)
             return
         with path.open("wb") as out:
             out.truncate(self.nbytes)

@@ -17,14 +17,12 @@ from thor_dflash.core.progress import Silent
 @pytest.mark.parametrize(
     ("given", "longest", "message"),
     [
-        *(({tier: 10**22}, 2048, f"{tier} must be <= 1792, the model's") for tier in TIERS),
-        ({"low": 1793}, 2048, "low must be <= 1792, the model's 2048 positions less the reply of"),
-        ({"low": 2000, "reply": 49}, 2048, "low must be <= 1999, .*the reply of 49"),
-        ({"max_tokens": 2049}, 2048, "max_tokens must be <= 2048, the model's 2048 positions"),
-        ({"complex": 2049}, 2048, "complex must be <= 2048, the model's 2048 positions"),
-        ({"complex": 256}, 2048, "complex must be > 256, the tokens kept for the reply"),
-        ({"reply": 400, "max_tokens": 400}, 2048, "reply must be <= 399, the longest answer of"),
-        ({"reply": 300, "complex": 200}, 2048, "reply must be <= 199, the longest answer of"),
+        *(({tier: 1793}, 2048, f"{tier} must be <= 1792") for tier in TIERS),
+        ({"low": 2000, "reply": 49}, 2048, "low must be <= 1999"),
+        ({"max_tokens": 2049}, 2048, "max_tokens must be <= 2048"),
+        ({"complex": 2049}, 2048, "complex must be <= 2048"),
+        ({"complex": 256}, 2048, "complex must be > 256"),
+        ({"reply": 400, "max_tokens": 400}, 2048, "reply must be <= 399"),
     ],
 )
 def test_a_number_that_no_answer_can_have_is_refused(

@@ -24,24 +24,6 @@ def left(out: Path) -> tuple[list[str], bytes]:
     return sorted(p.name for p in out.parent.iterdir()), (out / "w/a").read_bytes()
 
 
-@pytest.mark.parametrize("mode", [0o555, 0])
-@pytest.mark.parametrize("swap", [True, False])
-def test_a_write_protected_package_is_replaced_and_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: bool, mode: int
-) -> None:
-    if not swap:
-        monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
-    out = tmp_path / "p"
-    build(out, b"old")
-    (out / "w/a").chmod(0o444)
-    (out / "w").chmod(mode)
-    with unprivileged():
-        build(out, b"new")
-        assert left(out) == (["p"], b"new")
-        build(out, b"newer")
-    assert left(out) == (["p"], b"newer")
-
-
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_package_stays_or_is_replaced_if_the_second_rename_fails(

@@ -15,6 +15,6 @@ def test_every_byte_that_is_written_is_counted(tmp_path: Path) -> None:
     files, counts = WeightFiles(), list[int]()
     for name in "ab":
         files.add("file", name, DType.U8, (3,), lambda: np.ones(3, np.uint8))
-    files.write("file", tmp_path / "file", counts.append)
+    files.write("file", counts.append, tmp_path / "file")
     assert sum(counts) == files.nbytes("file") == (tmp_path / "file").stat().st_size
     assert files.nbytes("file") == ALIGNMENT + 3

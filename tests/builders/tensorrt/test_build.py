@@ -15,17 +15,16 @@ from typing import cast
 
 import pytest
 from stand_ins import trt_recorder as recorder
-from support.samples import DRAFTER, verify
+from support.samples import verify
 from support.trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
-from thor_dflash.builders.tensorrt.profiles import SizeRange, session_ranges
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.errors import EngineError
-from thor_dflash.core.model_dims import MIN_CONVERSATION, DraftLayerDims
+from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
@@ -195,13 +194,6 @@ def test_profiles_hold_the_longest_step_whichever_it_is(tmp_path: Path) -> None:
         assert ranges[f"ring_rows.{i}"].most >= most
 
 
-def test_a_ring_is_no_longer_than_the_context() -> None:
-    layers = tuple(DraftLayerDims(causal=False, window=window) for window in (1000, 0, 64))
-    ranges = session_ranges(100, 200, 16, replace(DRAFTER, layers=layers))
-    rings = [ranges[f"ring_rows.{i}"] for i in range(3)]
-    assert rings == [SizeRange(16, 116, 216), SizeRange(16, 116, 216), SizeRange(16, 80, 80)]
-
-
 def needed(found: manifest.Manifest, symbol: str, capacity: int) -> int:
     """Returns the rows of a cache or ring (`symbol`) that a session of a capacity needs."""
     if symbol == "cache_rows":
@@ -220,15 +212,6 @@ def test_the_builder_is_given_these_settings_and_no_others_by_default(nano: Reco
         assert config.profiling_verbosity == recorder.ProfilingVerbosity.DETAILED
         assert (config.builder_optimization_level, config.max_aux_streams) == (3, 0)
         assert config.ignore_mismatch is False
-
-
-def test_the_builder_is_told_what_the_configuration_says(tmp_path: Path) -> None:
-    made = record_hybrid(tmp_path, "bf16", level=1, workspace_mib=100)
-    for name, one in made.engines.items():
-        assert one.config.builder_optimization_level == 1
-        assert one.config.pools == {recorder.MemoryPoolType.WORKSPACE: 100 << 20}
-        options = made.description(name).made.options
-        assert (options["level"], options["workspace_mib"]) == ("1", "100")
 
 
 def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:

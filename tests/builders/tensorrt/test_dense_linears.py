@@ -19,15 +19,13 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from stand_ins import trt_recorder as recorder
 from support.checkpoints import Dialect, write_target
-from support.trt_builds import CHUNKS, HYBRID, NANO, Recorded, options, record_hybrid
+from support.trt_builds import CHUNKS, HYBRID, Recorded, options, record_hybrid
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.tensorrt.dense_linears import DenseLinears, _up
 from thor_dflash.builders.tensorrt.deployment_graph import DeploymentBuilder
 from thor_dflash.builders.tensorrt.package import plan_engines
-from thor_dflash.builders.tensorrt.profiles import _sizeless
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
@@ -54,14 +52,6 @@ def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -
         assert description.inputs["tokens"].shape == (chunk,)
         assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
     assert len(profiles) == len(CHUNKS)
-
-
-def test_nodes_that_differ_in_rows_alone_may_share_an_engine() -> None:
-    def node(known: str, call: int, kind: int) -> bytes:
-        given = {"known": known, "call0": call, "call1": call, "kind": kind}
-        return _sizeless(helper.make_node("ThorLinear", ["x"], ["y"], **given))
-
-    assert node("x:bf16:16,64", 1, 0) == node("x:bf16:32,64", 2, 0) != node("x:bf16:32,64", 2, 1)
 
 
 @pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
@@ -189,39 +179,11 @@ def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer
     assert files == [["constants.bin"], *[[] for _ in files[1:]]]
 
 
-def test_a_linear_with_a_weight_in_fp8_is_none_of_tensorrts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_target(tmp_path / "t", HYBRID, 1, "modelopt")
-    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
-    program = next(p for p in plan.programs if p.name == "prefill")
-    graph = next(g for g in plan.graphs if g.name == "prefill").proto().graph
-    made = material(plan)
-    dense = DenseLinears(program, graph, EngineConstants(made.stored), made.scales)
-    [step] = [s for s in program.steps if s.name == "layers.0.mlp.gate_up"]
-    assert dense.takes(step)
-    real = made.stored.stored
-    monkeypatch.setattr(
-        WeightFiles,
-        "stored",
-        lambda self, name: (
-            replace(real(name), dtype=DType.FP8) if name.endswith("up_proj.weight") else real(name)
-        ),
-    )
-    assert not dense.takes(step)
-
-
 def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
     network = record_hybrid(tmp_path, "mixed").engines["prefill"].network
     kinds = [layer.kind for layer in network.layers]
     assert "ThorLinear" in kinds
     assert "TRT_FP4DynamicQuantize" in kinds
-
-
-def test_without_scales_for_the_rows_prefill_is_plugins(tmp_path: Path) -> None:
-    plan = make_plan(read_target(NANO / "target"), None, options(tmp_path))
-    graphs = [graph for one in plan_engines(material(plan)).together for graph in one.graphs]
-    assert not [graph.name for graph in graphs if graph.products]
 
 
 @pytest.mark.parametrize(("dialect", "scale"), [("modelopt", 0.01), ("compressed-tensors", 1 / 77)])
