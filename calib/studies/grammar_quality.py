@@ -26,7 +26,7 @@ from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Pro
 from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:
 
 def _obeys(schema: Schema, answer: str) -> bool:
     try:
-        return Checker(schema).valid(json.loads(answer))
+        return SchemaValidator(read_schema(schema)).valid(json.loads(answer))
     except ValueError:
         return False
 

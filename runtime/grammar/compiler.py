@@ -15,8 +15,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from thor_dflash.core.errors import CompilerBusy, PackageError, RequestError
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.grammar.schema_limits import check_near, check_together, text_of
-from thor_dflash.runtime.grammar.schema_lint import lint
+from thor_dflash.runtime.grammar.schema import JsonSchema, read
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 COMPILE_S = 2.0
@@ -157,43 +156,44 @@ class Grammars:
             LLExecutor(1),  # one thread: a block uses one matcher; decoding needs the other cores
         )
 
-    def compile(self, schema: str | Mapping[str, Any]) -> Grammar:
+    def compile(self, schema: str | Mapping[str, Any] | JsonSchema) -> Grammar:
         """The grammar of a schema: JSON without white space, keys in the schema's order.
 
         Raises:
             RequestError: the schema is invalid, too large, too slow to compile, or unsupported.
             CompilerBusy: another schema is being compiled, and has not ended in the time for one.
         """
-        text = text_of(schema)
+        schema = schema if isinstance(schema, JsonSchema) else read(schema)
         with self._lock:
-            if text in self._kept and not self._kept[text].spent.is_set():
-                self._kept.move_to_end(text)
-                return self._kept[text]
+            kept = self._kept.get(schema.text)
+            if kept is not None and not kept.spent.is_set():
+                self._kept.move_to_end(schema.text)
+                return kept
         if not self._compiler.acquire(timeout=self.seconds):
             raise CompilerBusy(
                 "schema must be compiled on its own (got one while another is still being "
                 f"compiled after {self.seconds:g} s); send it again later"
             )
-        grammar = within(self.seconds, lambda: self._alone(text), self._compiler.release)
+        grammar = within(self.seconds, lambda: self._alone(schema), self._compiler.release)
         with self._lock:
-            self._kept[text] = grammar
+            self._kept[schema.text] = grammar
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _alone(self, text: str) -> Grammar:
+    def _alone(self, schema: JsonSchema) -> Grammar:
         try:
-            return self._compile(text)
+            return self._compile(schema)
         finally:
             self._compiler.release()
 
-    def _compile(self, text: str) -> Grammar:
+    def _compile(self, schema: JsonSchema) -> Grammar:
         start = time.perf_counter()
-        check_near(text)
-        check_together(text)
+        schema.check_exclusive_bounds()
+        schema.check_patterns()
         try:
             source = LLMatcher.grammar_from_json_schema(
-                text,
+                schema.text,
                 overrides={"whitespace_flexible": False, "json_allowed_escapes": ESCAPES},
             )
         except ValueError as e:
@@ -204,8 +204,8 @@ class Grammars:
         if self._vocabulary.dead(matcher):
             raise RequestError(f"schema must allow some answer (got {_why_dead(matcher)})")
         spent = 1e3 * (time.perf_counter() - start)
-        anew = partial(self.compile, text)
-        return Grammar(text, matcher, self._vocabulary, lint(text), spent, anew)
+        anew = partial(self.compile, schema)
+        return Grammar(schema.text, matcher, self._vocabulary, schema.warnings(), spent, anew)
 
 
 def reason(matcher: LLMatcher) -> str:

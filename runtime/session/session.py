@@ -26,6 +26,7 @@ from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.policy import Constrain, Place
+from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.session.admission import Admission, Request
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
@@ -62,7 +63,7 @@ class Session:
         """The package's manifest."""
         return self.model.manifest
 
-    def grammar(self, schema: str | Mapping[str, Any]) -> Grammar:
+    def grammar(self, schema: str | Mapping[str, Any] | JsonSchema) -> Grammar:
         """Compile a JSON schema, or return it from the cache. Thread-safe.
 
         The first call also builds the vocabulary, which takes one second for 250 000 ids.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from thor_dflash.serving.planner.latency_model import LatencyModel
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
 
 StopReason = Literal["cancelled", "preempted", "deadline"]
@@ -26,7 +26,7 @@ class Prepared:
     """Most thinking tokens."""
     thinks: bool
     """Whether the prompt opens the thinking block."""
-    checker: Checker | None
+    checker: SchemaValidator | None
     """Validates the plan against its schema, if it has one."""
     grammar: object
     """The compiled schema, or None. Its type is known only to the backend that made it."""

@@ -17,7 +17,7 @@ from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, StopReason
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.protocol import errors, messages, validation
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def _spec(tokens: int) -> messages.Spec:
     )
 
 
-def _checker(schema: Mapping[str, Any]) -> Checker:
-    checker = Checker(schema)
+def _checker(schema: Mapping[str, Any]) -> SchemaValidator:
+    checker = SchemaValidator(read_schema(schema))
     literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
     # Whether a deeper schema allows an object, only a grammar can find, and the mock has none.
     if "object" not in schema.get("type", "object") or dict not in map(type, literals):

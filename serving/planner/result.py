@@ -9,7 +9,7 @@ from msgspec import structs
 
 from thor_dflash.serving.planner.backend import Prepared
 from thor_dflash.serving.planner.partial_json import close_partial, read_object
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
 
 
@@ -65,7 +65,7 @@ def asked(result: messages.Result, ask: messages.PlanRequest) -> messages.Result
     return structs.replace(result, timings=None, spec=None)
 
 
-def _plan(decoded: Decoded, checker: Checker | None) -> dict[str, object] | None:
+def _plan(decoded: Decoded, checker: SchemaValidator | None) -> dict[str, object] | None:
     whole = read_object(decoded.text)
     if whole is not None or decoded.finish == "stop":
         return whole

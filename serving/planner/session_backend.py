@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, Request
 from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
+from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.measure.power import find_sensors
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
@@ -26,7 +27,7 @@ from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.power_meter import PowerMeter
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
@@ -180,8 +181,9 @@ class SessionBackend:
         validation.check_values(ask)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
-        schema = validation.schema_of(ask)
-        checker = None if schema is None else Checker(schema)
+        given = validation.schema_of(ask)
+        schema = None if given is None else read_schema(given)
+        checker = None if schema is None else SchemaValidator(schema)
         grammar = None if schema is None else self._grammar(schema)
         messages = validation.messages_of(ask.prompt, ask.messages)
         budget = self._budget(ask, left_ms, messages, max_tokens)
@@ -217,7 +219,7 @@ class SessionBackend:
             text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
-    def _grammar(self, schema: Mapping[str, Any]) -> Grammar:
+    def _grammar(self, schema: JsonSchema) -> Grammar:
         try:
             grammar = self.session.grammar(schema)
             object_allowed = grammar.takes(self.tokenizer.encode("{"))
@@ -228,7 +230,7 @@ class SessionBackend:
         except RequestError as e:
             raise PlanError("schema_unsupported", errors.refusal(e), field="json_schema") from e
         if not object_allowed:
-            raise errors.no_object(schema)
+            raise errors.no_object(schema.table)
         return grammar
 
     def _budget(
@@ -310,8 +312,9 @@ class SessionBackend:
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
-            Checker(request.json_schema)
-            grammar = self._grammar(request.json_schema)
+            schema = read_schema(request.json_schema)
+            SchemaValidator(schema)
+            grammar = self._grammar(schema)
             out["compile_ms"] = grammar.compile_ms
             out["warnings"] = grammar.warnings
         return out

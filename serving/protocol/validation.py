@@ -9,11 +9,11 @@ from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
+from thor_dflash.runtime.grammar.schema import MAX_BYTES as SCHEMA_BYTES
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_plain, convert
 from thor_dflash.serving.protocol.errors import bad_request
 
-SCHEMA_BYTES = 128 << 10
 METADATA_BYTES = 1 << 10
 MESSAGE = 500
 """Maximum characters of a refusal by the floors below."""

@@ -90,9 +90,9 @@ def unused_schema_notes(request: Request, text: str) -> list[str]:
 
 
 def _schema(path: Path) -> dict[str, Any]:
-    from thor_dflash.runtime.grammar.schema_limits import text_of
+    from thor_dflash.runtime.grammar.schema import read
 
-    text_of(schema := read_schema(path))  # most faults need no compiler, which needs the package
+    read(schema := read_schema(path))  # most faults need no compiler, which needs the package
     return schema
 
 

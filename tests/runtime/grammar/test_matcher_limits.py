@@ -18,12 +18,11 @@ from support.constrained_model import PLAN, asked, constrained, session, text
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.grammar.compiler import Grammars
-from thor_dflash.runtime.grammar.schema_limits import (
+from thor_dflash.runtime.grammar.schema import (
     MAX_CHAIN,
     MAX_LEVELS,
     MAX_TOGETHER,
-    check_together,
-    text_of,
+    read,
 )
 
 WIDE = {
@@ -113,11 +112,11 @@ def test_definitions_may_not_lead_too_far(form: str, backwards: bool) -> None:
     """llguidance recurses, and would overflow its stack: no error, but the end of the process."""
     each = 1 if form == "$ref" else 2
     most = (MAX_LEVELS - 4) // each  # but for the top, its property, the last definition's two
-    text_of(chain(form, most, backwards))
+    read(chain(form, most, backwards))
     for links in (most + 1, 900):
         got = 4 + each * links
         with pytest.raises(RequestError, match=rf"256 schemas deep .* \(got {got}\)"):
-            text_of(chain(form, links, backwards))
+            read(chain(form, links, backwards))
 
 
 def test_definitions_that_lead_to_each_other_count_together() -> None:
@@ -126,11 +125,11 @@ def test_definitions_that_lead_to_each_other_count_together() -> None:
         made["$defs"][f"a{count}"] = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "null"}]}
         return made
 
-    text_of(ring(126))
+    read(ring(126))
     with pytest.raises(RequestError, match=r"256 schemas deep .* \(got 258\)"):
-        text_of(ring(127))
+        read(ring(127))
     for schema in ({"$ref": "#"}, {"type": "object", "properties": {"next": {"$ref": "#"}}}):
-        text_of(schema)  # its depth does not grow with its values
+        read(schema)  # its depth does not grow with its values
 
 
 @pytest.mark.parametrize("form", LINKS)
@@ -139,7 +138,7 @@ def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: st
     script = (
         "import json, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
-        "from constrained import session, text\n"
+        "from support.constrained_model import session, text\n"
         "from thor_dflash.core.errors import RequestError\n"
         "from thor_dflash.runtime.grammar.compiler import Grammars\n"
         "m = session().manifest\n"
@@ -195,10 +194,10 @@ def together(count: int) -> list[tuple[dict[str, Any], str]]:
 
 def test_a_value_that_must_obey_many_patterns_is_refused() -> None:
     for schema, _ in together(MAX_TOGETHER):
-        check_together(text_of(schema))
+        read(schema).check_patterns()
     for schema, where in together(MAX_TOGETHER + 1):
         with pytest.raises(RequestError, match=f"{where}.* must apply at most 4 patterns"):
-            check_together(text_of(schema))
+            read(schema).check_patterns()
     with pytest.raises(RequestError, match=r"schema\.properties\.x must apply at most 4 patterns"):
         session().grammar(named({"allOf": patterns(20)}))
 
@@ -212,16 +211,16 @@ def test_many_patterns_for_different_values_are_not_counted_together() -> None:
         {"prefixItems": every, "$defs": {f"d{i}": each for i, each in enumerate(every)}},
         {"$ref": "#/$defs/n", "$defs": {"n": node}},
     ):
-        check_together(text_of(schema))
+        read(schema).check_patterns()
 
 
 def test_long_chains_of_references_are_refused_at_once_instead_of_followed() -> None:
     def chain(length: int, step: int) -> str:
         names = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)[::step]}
         ends = {f"a{length}": patterns(1)[0], **{f"p{i}": p for i, p in enumerate(patterns(9))}}
-        return text_of({"$ref": "#/$defs/a0", "$defs": {**names, **ends}})
+        return read({"$ref": "#/$defs/a0", "$defs": {**names, **ends}})
 
-    check_together(chain(250, 1))
-    check_together(chain(MAX_CHAIN - 1, -1))
+    chain(250, 1).check_patterns()
+    chain(MAX_CHAIN - 1, -1).check_patterns()
     with pytest.raises(RequestError, match=r"chains of at most 31 \$ref .got longer"):
-        check_together(chain(250, -1))
+        chain(250, -1).check_patterns()

@@ -27,9 +27,10 @@ from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
 from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
+from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.policies.thinking_budget import ThinkingBudget
 from thor_dflash.runtime.session import Request
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}
 every_schema = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
@@ -123,7 +124,7 @@ def test_any_drafter_gives_the_plain_answer(schema: dict[str, object], kind: str
     truth = plain(schema)
     assert constrained(asked(False), drafter(kind, truth, 5), grammar(schema)) == truth
     assert session().report().finish == "stop"
-    assert Checker(schema).valid(json.loads(text().decode(truth)))
+    assert SchemaValidator(read(schema)).valid(json.loads(text().decode(truth)))
 
 
 @settings(max_examples=25)
@@ -219,7 +220,7 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
     said = text().decode(truth[ends + 1 :])
     assert session().report().finish == "stop"
     assert said.startswith('\n\n{"goal":"')
-    assert Checker(PLAN).valid(json.loads(said))
+    assert SchemaValidator(read(PLAN)).valid(json.loads(said))
     assert answer(DflashDrafter()) == truth
     assert answer(oracle(truth)) == truth
 
@@ -250,7 +251,7 @@ def test_a_closing_message_may_bring_line_breaks(after: str) -> None:
     request = replace(asked(True), grammar=grammar(SMALL), budget=budget)
     said = text().decode([t for chunk in s.generate(request) for t in chunk.tokens])
     assert s.report().finish == "stop"
-    assert Checker(SMALL).valid(json.loads(said.partition("</think>")[2]))
+    assert SchemaValidator(read(SMALL)).valid(json.loads(said.partition("</think>")[2]))
 
 
 def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
@@ -377,7 +378,7 @@ def test_a_session_constrains_what_a_request_asks_for() -> None:
     s = session()
     request = replace(asked(False), grammar=s.grammar(PLAN))
     said = [t for chunk in s.generate(request) for t in chunk.tokens]
-    assert Checker(PLAN).valid(json.loads(text().decode(said)))
+    assert SchemaValidator(read(PLAN)).valid(json.loads(text().decode(said)))
     with pytest.raises(RequestError, match=r"stop must hold .* \(got none of \[1200, 1202\]\)"):
         s.generate(replace(request, stop=frozenset({7})))
 

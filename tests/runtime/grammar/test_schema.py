@@ -12,8 +12,7 @@ from support.constrained_model import PLAN, SMALL, session, text
 
 from thor_dflash.core.errors import CompilerBusy, RequestError
 from thor_dflash.runtime.grammar.compiler import KEPT, Grammars, within
-from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
-from thor_dflash.runtime.grammar.schema_lint import lint
+from thor_dflash.runtime.grammar.schema import MAX_BYTES, read
 
 STRING = {"type": "string", "maxLength": 5}
 
@@ -161,8 +160,8 @@ def test_a_ref_may_lead_to_any_schema() -> None:
 def test_the_order_of_keys_is_kept() -> None:
     order = ["z", "a", "m"]
     schema = {"type": "object", "properties": dict.fromkeys(order, STRING), "required": order}
-    assert list(json.loads(text_of(schema))["properties"]) == order
-    assert text_of(json.dumps(schema, indent=3)) == text_of(schema)
+    assert list(json.loads(read(schema).text)["properties"]) == order
+    assert read(json.dumps(schema, indent=3)).text == read(schema).text
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_the_order_of_keys_is_kept() -> None:
     ],
 )
 def test_what_can_grow_without_end_is_named(schema: Any, said: list[str]) -> None:
-    found = lint(text_of(schema))
+    found = read(schema).warnings()
     assert len(found) == len(said), found
     assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
     assert session().grammar(schema).warnings == found
@@ -221,7 +220,7 @@ def test_a_compilation_that_timed_out_has_the_compiler_until_it_ends(
         free.set()
         assert grammars._compiler.acquire(timeout=20)
         grammars._compiler.release()
-    assert grammars.compile(SMALL).schema == text_of(SMALL)
+    assert grammars.compile(SMALL).schema == read(SMALL).text
     with pytest.raises(RequestError, match="can be compiled"):
         grammars.compile({"enum": []})
     assert grammars.compile({"const": 1}).schema == '{"const":1}'
@@ -273,4 +272,4 @@ def test_a_definition_that_must_contain_itself_has_no_value() -> None:
 def test_a_format_called_unknown_is_refused() -> None:
     """The compiler refuses formats that it does not know, but takes this word for none."""
     with pytest.raises(RequestError, match=r'schema.format must be a known format \(got "unknown"'):
-        text_of({"type": "string", "format": "unknown"})
+        read({"type": "string", "format": "unknown"})

@@ -15,10 +15,10 @@ from thor_dflash.calib.planbench.scene import ON_FAIL
 from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
 from thor_dflash.calib.studies.grammar_quality import schema_of
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.grammar.schema_limits import MAX_BYTES, text_of
+from thor_dflash.runtime.grammar.schema import MAX_BYTES, read
 from thor_dflash.serving.planner import plan_schema
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 
 IDS = {"object": ["mug", "cup"], "place": ["tray"]}
 SKILLS = {"pick": {"object": "object"}, "place": {"object": "object", "on": "place"}}
@@ -38,7 +38,7 @@ def takes(made: Schema, value: object) -> bool:
     matcher = grammar.matcher.deep_copy()
     tokens = text().encode(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
     taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-    assert Checker(made).valid(value) == taken, value
+    assert SchemaValidator(read(made)).valid(value) == taken, value
     return taken
 
 
@@ -143,7 +143,7 @@ def test_no_answer_can_grow_without_end() -> None:
 def test_ten_skills_over_forty_objects_fit_the_limit() -> None:
     ids = {"object": [f"object_number_{i}" for i in range(40)]}
     skills = {f"skill_{i}": {"object": "object", "on": "object"} for i in range(10)}
-    assert len(text_of(from_skills(skills, ids))) < MAX_BYTES / 2
+    assert len(read(from_skills(skills, ids)).text) < MAX_BYTES / 2
 
 
 def canonical(task: Task) -> dict[str, Any]:

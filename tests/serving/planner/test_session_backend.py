@@ -13,12 +13,13 @@ from support.constrained_model import PLAN
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
+from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.planner.session_backend import WORTH_THINKING, SessionBackend
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol.messages import PrefixPut, Validate
@@ -99,7 +100,7 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: SessionBackend) -> Non
         ask = PlanRequest(prompt="x", thinking_budget=budget, json_schema=PLAN, max_tokens=400)
         *chunks, result = planner.stream(structs.replace(ask, stream="steps"))
         assert (result.status, result.plan_valid) == ("ok", True), result
-        assert Checker(PLAN).valid(result.plan)
+        assert SchemaValidator(read(PLAN)).valid(result.plan)
         assert [chunk.step for chunk in chunks] == result.plan["steps"]
 
 

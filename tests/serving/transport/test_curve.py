@@ -14,10 +14,11 @@ import pytest
 from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
+from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.serving.client import Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.client.retry import encode
 from thor_dflash.serving.gateway.app import listen_at
-from thor_dflash.serving.planner.schema_validator import Checker
+from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.transport import access, curve
 from thor_dflash.serving.transport.router_socket import RouterSocket
 
@@ -210,7 +211,7 @@ def test_a_schema_reaches_no_network() -> None:
         trap.settimeout(0.2)
         url = f"http://127.0.0.1:{trap.getsockname()[1]}/schema.json"
         with pytest.raises(PlanError, match="must hold all it refers to"):
-            Checker({"$ref": url})
+            SchemaValidator(read({"$ref": url}))
         with pytest.raises(TimeoutError):
             trap.accept()
 
@@ -228,16 +229,16 @@ def test_a_schema_of_patterns_does_not_hold_up_the_interpreter() -> None:
     """
     started = time.perf_counter()
     with pytest.raises(PlanError, match=r"at most 64 patterns \(got 1400\)"):
-        Checker(with_patterns(1400, "^.{3000}%d$"))
+        SchemaValidator(read(with_patterns(1400, "^.{3000}%d$")))
     for schema in (
         with_patterns(64, "^.{3000}%d$"),
         {"allOf": [with_patterns(1, "(a{999}){999}%d")]},
     ):
         with pytest.raises(PlanError, match='not a "regex" that compiles to at most 1048576 bytes'):
-            Checker(schema)
+            SchemaValidator(read(schema))
     assert time.perf_counter() - started < 1.0
-    assert Checker(with_patterns(64)).valid({"p0": "abc0"})
-    assert not Checker(with_patterns(64, "^.{800}%d$")).valid({"p0": "abc0"})
+    assert SchemaValidator(read(with_patterns(64))).valid({"p0": "abc0"})
+    assert not SchemaValidator(read(with_patterns(64, "^.{800}%d$"))).valid({"p0": "abc0"})
 
 
 def test_http_is_for_this_machine() -> None:
