@@ -9,7 +9,7 @@ from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
-from thor_dflash.runtime.grammar.schema import MAX_BYTES as SCHEMA_BYTES
+from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_plain, convert
 from thor_dflash.serving.protocol.errors import bad_request
@@ -101,7 +101,7 @@ def check_values(ask: wire.PlanRequest) -> None:
         PlanError: naming the field.
     """
     if (schema := schema_of(ask)) is not None:
-        check_plain(schema, "json_schema", SCHEMA_BYTES)
+        check_plain(schema, "json_schema", MAX_BYTES)
     if ask.metadata is not None:
         check_plain(ask.metadata, "metadata", METADATA_BYTES)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import thor_dflash
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import codec, messages, validation
 from thor_dflash.serving.server import host_info
@@ -23,7 +24,7 @@ def server_description(config: ServeConfig, backend: Backend | None) -> dict[str
             "max_message": config.max_message,
             "max_queue": config.max_queue,
             "max_context": None if model is None else model.max_context,
-            "max_schema": validation.SCHEMA_BYTES,
+            "max_schema": MAX_BYTES,
             "max_metadata": validation.METADATA_BYTES,
             "max_depth": codec.DEPTH,
             "prefill_chunk": None if model is None else model.prefill_chunk,

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.runtime.grammar.schema import read
+from thor_dflash.runtime.grammar.schema import MAX_BYTES, read
 from thor_dflash.serving.planner.plan_schema import from_skills
 from thor_dflash.serving.planner.schema_validator import MAX_PASSES, SchemaValidator, passes
-from thor_dflash.serving.protocol.validation import SCHEMA_BYTES
 
 Schema = dict[str, Any]
 NEVER: Schema = {"type": "object", "required": ["x"], "properties": {"x": False}}
@@ -115,8 +114,8 @@ def test_schemas_that_planners_use_are_far_from_the_limit() -> None:
 
 
 def test_no_schema_without_ref_has_too_many() -> None:
-    long = {"enum": [0] * (SCHEMA_BYTES // 2)}
-    wide = {"allOf": [{}] * (SCHEMA_BYTES // 3)}
+    long = {"enum": [0] * ((MAX_BYTES - 100) // 2)}
+    wide = {"allOf": [{}] * ((MAX_BYTES - 100) // 3)}
     assert all(passes(read(schema), MAX_PASSES) <= MAX_PASSES for schema in (long, wide))
 
 

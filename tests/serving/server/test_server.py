@@ -151,7 +151,7 @@ def test_what_a_schema_refuses_is_told(house: Any) -> None:
     assert (reply["status"], reply["plan_valid"]) == ("ok", True)
     assert peer.ask(**SMALL, id="r", json_schema={"type": 5})["code"] == "schema_invalid"
     far = {"$ref": "http://127.0.0.1:9/schema.json"}
-    assert peer.ask(**SMALL, id="s", json_schema=far)["code"] == "schema_invalid"
+    assert peer.ask(**SMALL, id="s", json_schema=far)["code"] == "schema_unsupported"
 
 
 # --- real time
