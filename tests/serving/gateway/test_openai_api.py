@@ -77,7 +77,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], field:
     with pytest.raises(PlanError) as caught:
         plan_request(read(body))
     assert (caught.value.code, caught.value.field) == ("bad_request", field)
-    assert caught.value.message.startswith(f"{field} must ")
+    assert caught.value.message.startswith(field)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import threading
@@ -11,11 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.constrained_model import package
+from support.waiting import until
 
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
@@ -27,7 +27,7 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.server import event_log, host_info, trace
-from thor_dflash.serving.server.event_log import BoundedQueueHandler, EventLog, JsonLinesHandler
+from thor_dflash.serving.server.event_log import EventLog, LineFile, line
 from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "the secret word"}
@@ -125,20 +125,24 @@ def test_events_are_appended_and_what_is_null_left_out(tmp_path: Path) -> None:
         EventLog(str(tmp_path))
 
 
-def record(event: str, **fields: object) -> logging.LogRecord:
-    return logging.makeLogRecord({"msg": event, "fields": fields})
-
-
-def test_events_that_wait_for_the_disk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_wait_for_the_disk_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_log, "MAX_QUEUED", 2)
-    handler = BoundedQueueHandler(SimpleQueue())
-    for number in range(5):
-        handler.handle(record("state", number=number))
-    kept = [handler.queue.get_nowait() for _ in range(2)]
-    handler.handle(record("ended"))
-    assert [(one.msg, vars(one)["lost"]) for one in (*kept, handler.queue.get_nowait())] == [
-        ("state", 0), ("state", 0), ("ended", 3)
-    ]  # fmt: skip
+    path, sleep = tmp_path / "events", threading.Event()
+    monkeypatch.setattr(event_log, "time", SimpleNamespace(time=time.time, sleep=sleep.wait))
+    log = EventLog(str(path))
+    log.start()
+    log("state", number=0)
+    until(log._queue.empty)  # the thread has taken it, and sleeps
+    for number in range(1, 5):
+        log("state", number=number)
+    sleep.set()
+    until(log._queue.empty)
+    log("ended")
+    log.close()
+    written = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
+    assert written == [("state", 0), ("state", 1), ("state", 2), ("lost", 2), ("ended", None)]
 
 
 @contextmanager
@@ -154,14 +158,14 @@ def full_beyond(size: int) -> Iterator[None]:
 
 def test_a_full_disk_loses_events_and_counts_them(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    handler = JsonLinesHandler(str(path))
-    handler.handle(record("state", number=0))
+    file = LineFile(str(path))
+    file.write(line("state", {"number": 0}))
     with full_beyond(path.stat().st_size + 10):
         for number in (1, 2, 3):
-            handler.handle(record("state", number=number))
-    handler.handle(record("state", number=4))
-    handler.handle(record("state", number=5))
-    handler.close()
+            file.write(line("state", {"number": number}))
+    file.write(line("state", {"number": 4}))
+    file.write(line("state", {"number": 5}))
+    file.close()
     written = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
     assert written == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
 
@@ -170,23 +174,23 @@ def test_a_slow_reader_of_events_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="serve.events"):
-        JsonLinesHandler(str(path))
+        LineFile(str(path))
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    handler, sent = JsonLinesHandler(str(path)), 3000
+    file, sent = LineFile(str(path)), 3000
     for number in range(sent):
-        handler.handle(record("state", number=number))
+        file.write(line("state", {"number": number}))
     text = b""
     with suppress(BlockingIOError):  # raised when the pipe is empty
         while more := os.read(reader, 1 << 16):
             text += more
     read = [json.loads(line) for line in text.splitlines()]
     assert [t["number"] for t in read] == list(range(len(read)))
-    handler.handle(record("ended"))
+    file.write(line("ended", {}))
     lost, ended = map(json.loads, os.read(reader, 1 << 16).splitlines())
     assert (lost["event"], lost["lines"], ended["event"]) == ("lost", sent - len(read), "ended")
     os.close(reader)
-    handler.handle(record("never"))
-    handler.close()
+    file.write(line("never", {}))
+    file.close()
 
 
 def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_path: Path) -> None:
