@@ -21,7 +21,12 @@ EXTRAS = {
     "build": {"onnx": "1.19", "safetensors": "0.5"},
     "ort": {"onnxruntime": "1.22"},
     "cuda": {"cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
-    "tensorrt": {"onnx": "1.19", "cuda-bindings": "13.0", "nvidia-cuda-nvrtc": "13.0"},
+    "tensorrt": {
+        "onnx": "1.19",
+        "safetensors": "0.5",
+        "cuda-bindings": "13.0",
+        "nvidia-cuda-nvrtc": "13.0",
+    },
     "serve": {"pyzmq": "27", "jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
 }

@@ -21,24 +21,16 @@ from thor_dflash.runtime.text.chat_template import Template
 
 OBSTACLES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda place: place.symlink_to("gone"),
-    "a link to nothing, in a circle": lambda place: place.symlink_to(place),
-    "a directory": lambda place: place.mkdir(),
-    "a pipe or a device": os.mkfifo,
+    "something else": os.mkfifo,
 }
-
-
-def test_a_file_may_be_there_or_not(tmp_path: Path) -> None:
-    place = tmp_path / "x"
-    assert not present(place)
-    place.write_text("")
-    assert present(place)
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_what_is_there_and_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "x"
+    assert not present(place)
     OBSTACLES[kind](place)
-    with pytest.raises(CheckpointError, match=rf"x must be a file \(got {kind.split(',')[0]}\)"):
+    with pytest.raises(CheckpointError, match=rf"x must be a file \(got {kind}\)"):
         present(place)
 
 

@@ -25,7 +25,7 @@ from thor_dflash.core.errors import PackageError, RequestError
         ("[1,", "must be JSON"),
         ("1" * 5000, "must be JSON"),
         ("\xff", "must be JSON"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "must be JSON"),
     ],
 )
 def test_a_file_that_is_no_list_of_ids_is_refused(

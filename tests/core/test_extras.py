@@ -33,7 +33,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("onnx", "build", "build --target t --out o"),
         ("onnx", "build", "demo"),
-        ("onnx", "build", "bench --shape qwen3.6-27b --random-weights --engine cuda"),
         ("onnx", "build", "check -s engine.threads=1 --package"),
         ("onnxruntime", "ort", "generate --prompt hi --package"),
         ("zmq", "serve", "serve --mock"),
@@ -47,23 +46,10 @@ def test_a_missing_package_is_named_with_its_extra(
         [sys.executable, "-c", SCRIPT, missing, *whole],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    said = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
+    message = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1]
     assert "check" not in args or done.stderr.count("\n") == 1, "nothing was loaded"
-
-
-def test_a_package_that_this_machine_cannot_load_is_one_line(package: Path, tmp_path: Path) -> None:
-    # As with a compiled package for a newer system, or little address space (ulimit -v).
-    (tmp_path / "onnxruntime.py").write_text("raise ImportError('x.so: cannot be mapped')")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + SCRIPT
-    done = subprocess.run(
-        [sys.executable, "-c", script, "none", "generate", "--prompt", "hi", "--package", package],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    said = "thor-dflash: the packages of extra ort must load (got: x.so: cannot be mapped)"
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == said
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_and_no_extra() -> None:

@@ -18,11 +18,11 @@ VERIFY: dict[str, object] = {
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("[]", "must be a JSON object (got [])"),
         ("{", "must be JSON (got: "),
-        ("[" * 100_000, "must be JSON (got lists nested too deep)"),
+        ("[" * 100_000, "must be JSON (got: "),
         ('{"naem": 1}', "unknown key naem (did you mean name?)"),
         ("{}", "name must be present (got nothing)"),
         (json.dumps({**VERIFY, "scratch": True}), "scratch must be an integer (got true)"),
@@ -34,14 +34,13 @@ VERIFY: dict[str, object] = {
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_of_a_package_names_the_file(
-    tmp_path: Path, text: str, said: str
+    tmp_path: Path, text: str, problem: str
 ) -> None:
     path = tmp_path / "verify.program.json"
     path.write_text(text)
     with pytest.raises(PackageError) as error:
         launch_program.read(tmp_path, "verify")
-    told = str(error.value)
-    assert told.startswith((f"{path} {said}", f"{path}: {said}"))
+    assert str(error.value).startswith((f"{path} {problem}", f"{path}: {problem}"))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         trt_engine.read(tmp_path, "verify")
 
 
-def test_a_size_may_be_a_letter_or_a_number_and_weights_take_their_product(tmp_path: Path) -> None:
+def test_a_size_may_be_a_symbol_or_a_number_and_weights_take_their_product(tmp_path: Path) -> None:
     table = {
         **VERIFY,
         "inputs": {"x": {"dtype": "bfloat16", "shape": ["T", 8]}},
@@ -83,5 +82,5 @@ def test_a_text_keeps_the_unprintable_characters_that_are_its_layout() -> None:
 
 def test_a_text_that_is_visible_already_is_not_made_again() -> None:
     """The server's I/O thread would spend a tenth of a second on a prompt of a megabyte."""
-    text = "Put the cup on the shelf. " * 9
+    text = "Put the cup on the tray. " * 9
     assert visible(text) is text

@@ -22,7 +22,7 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
         RequestError: the file is missing, too large, or not JSON in UTF-8 with every key once.
     """
     try:
-        # Read instead of asking for the size, which a device or a pipe does not have.
+        # Read instead of a query of the size, which a device or a pipe does not have.
         with path.open("rb") as file:
             text = file.read(limit + 1)
         if len(text) > limit:
@@ -30,14 +30,12 @@ def read_json(path: Path, limit: int = LIMIT) -> object:
         return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
-    except RecursionError as e:
-        raise RequestError(f"{path} must be JSON (got lists nested too deep)") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
 
 
 def read_schema(path: Path) -> dict[str, Any]:
-    """Read a JSON schema, in the order of the file. What it says is not checked.
+    """Read a JSON schema, in the order of the file. Its keywords are not checked.
 
     Raises:
         RequestError: it is not a JSON object.

@@ -49,9 +49,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(strict_records.read_text(path))
     except OSError as e:
         raise ConfigError(f"{path} must be a readable file (got: {e.strerror})") from e
-    except RecursionError as e:
-        raise ConfigError(f"{path} must be TOML (got lists nested too deep)") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} must be TOML in UTF-8 (got: {e})") from e
 
 

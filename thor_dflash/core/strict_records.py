@@ -76,7 +76,7 @@ def read_text(path: Path) -> str:
         OSError: it cannot be read.
         ValueError: it is larger, or not UTF-8.
     """
-    # Read instead of asking for the size, which a device or a pipe does not have.
+    # Read instead of a query of the size, which a device or a pipe does not have.
     with path.open("rb") as file:
         data = file.read(TEXT_LIMIT + 1)
     if len(data) > TEXT_LIMIT:
@@ -94,9 +94,7 @@ def load(cls: type[T], path: Path, error: type[ThorError]) -> T:
         value: object = msgspec.json.decode(read_text(path))
     except OSError as e:
         raise error(f"{path} must be readable (got: {e.strerror})") from e
-    except RecursionError as e:
-        raise error(f"{path} must be JSON (got lists nested too deep)") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise error(f"{path} must be JSON (got: {e})") from e
     if as_table(value) is None:
         raise error(f"{path} must be a JSON object (got {show(value)})")

@@ -42,10 +42,7 @@ def present(path: Path) -> bool:
     """
     if path.is_file() or not os.path.lexists(path):
         return path.is_file()
-    if path.is_dir():
-        got = "a directory"
-    else:
-        got = "a pipe or a device" if path.exists() else "a link to nothing"
+    got = "something else" if path.exists() else "a link to nothing"
     raise CheckpointError(f"{path} must be a file (got {got})")
 
 
