@@ -7,6 +7,8 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,14 @@ def test_the_python_of_a_page_runs(
         code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
         assert "tcp://127.0.0.1:5571" in code
         exec(code.replace("tcp://127.0.0.1:5571", server.endpoints[0]), {"__name__": "page"})
+
+
+def test_the_pages_on_performance_are_those_of_their_results() -> None:
+    script = ROOT / "docs/performance/generate.py"
+    done = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_python_page_has_every_public_name() -> None:
