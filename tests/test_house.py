@@ -80,7 +80,6 @@ SPOKEN = """
 UNCLEAN = """
     builders/checkpoint/* builders/graphs/* builders/lowering/* builders/model_card.py
     builders/output/* builders/tensorrt/* calib/check/* calib/nano/* calib/studies/*
-    docs/architecture.md
     plugins/__init__.py plugins/accept/* plugins/context_kv/* plugins/contract.py plugins/cuda/*
     plugins/draft_attention/* plugins/gdn/* plugins/head/* plugins/launch.py plugins/linear/*
     plugins/numpy_math.py plugins/onnx_builder.py plugins/onnx_math.py plugins/onnx_registry.py
