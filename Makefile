@@ -1,6 +1,7 @@
 # make test    every check: ruff, mypy, pyright, the quick tests
 # make test-full    every test that a CPU can run
 # make emulator    every test of the kernels, on the CPU
+# make mutations    plants mistakes and runs the quick tests that must notice them
 # make demo    the small planner, built and run
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
 # make clean    removes .venv and what was built
@@ -41,6 +42,9 @@ test-full: $(DEV_READY)
 
 emulator: $(DEV_READY)
 	@$(PYTEST) tests/emulator tests/plugins
+
+mutations: $(DEV_READY)
+	@$(BIN)/python tests/mutations.py
 
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
@@ -83,4 +87,4 @@ endif
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator demo format interpreter clean
+.PHONY: help test test-full emulator mutations demo format interpreter clean
