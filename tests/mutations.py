@@ -35,7 +35,10 @@ def copied(to: Path) -> None:
 
 
 def outcome(tree: Path, tests: str) -> str:
-    """Run tests in a tree, whose packages come first on the path. Returns "caught" if tests fail, "missed" if they pass, else why they did not run."""
+    """Runs tests in a tree, whose packages come first on the path.
+
+    Returns "caught" if they fail, "missed" if they pass, else why they did not run.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", QUICK, "--no-header"]
     command += ["-p", "no:cacheprovider", "--tb=no", *shlex.split(tests)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)

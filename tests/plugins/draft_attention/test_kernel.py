@@ -150,43 +150,6 @@ def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) 
         assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
 
 
-def attention_site(**changed: Shaped | Attribute) -> CallSite:
-    case = block(16, 4, 2, 128, 272, 3, 256, 1)
-    ports = {n: Shaped(DType.of(x), x.shape) for n, x in case.inputs.items()}
-    ports |= {n: x for n, x in changed.items() if isinstance(x, Shaped)}
-    attributes = {n: x for n, x in changed.items() if not isinstance(x, Shaped)}
-    return CallSite(
-        DRAFT_ATTENTION, DRAFT_ATTENTION.complete({**case.attributes, **attributes}), ports
-    )
-
-
-def test_what_the_kernel_does_not_take_is_refused() -> None:
-    assert refuse(attention_site()) == ""
-    for name, change, why in (
-        ("q", Shaped(DType.F32, (16, 512)), "q must be bfloat16 (got float32)"),
-        ("ring_k", Shaped(DType.F32, (2, 272, 128)), "ring_k must be bfloat16 (got float32)"),
-        ("ring_v", Shaped(DType.F16, (2, 272, 128)), "ring_v must be bfloat16 (got float16)"),
-        ("q", Shaped(DType.BF16, (33, 512)), "q must be at most 32 rows (got 33)"),
-        ("k_norm", Shaped(DType.F16, (128,)), "bfloat16 or float32 (got float16)"),
-        ("k_norm", Shaped(DType.BF16, (128,)), "k_norm must be of q_norm's type (got another)"),
-        ("head_dim", 96, "head_dim must be one of"),
-        ("rotary_dim", 66, "rotary_dim must be a multiple of 4"),
-        ("rotary_dim", 132, "rotary_dim must be a multiple of 4 up to head_dim (got 132)"),
-        ("heads", 3, "heads must be a multiple of kv_heads (got 3)"),
-        # Kernels compute addresses from the attributes, so the shapes must be theirs.
-        ("heads", 8, "q must be [16, 1024], by its heads and head_dim (got [16, 512])"),
-        ("kv_heads", 4, "k must be [16, 512], by its heads and head_dim (got [16, 256])"),
-        ("head_dim", 256, "q must be [16, 1024]"),
-        ("v", Shaped(DType.BF16, (16, 128)), "v must be [16, 256]"),
-        ("k", Shaped(DType.BF16, (15, 256)), "k must be [16, 256]"),
-        ("q_norm", Shaped(DType.F32, (64,)), "q_norm must be [128]"),
-        ("k_norm", Shaped(DType.F32, (64,)), "k_norm must be [128]"),
-        ("ring_k", Shaped(DType.BF16, (1, 272, 128)), "ring_k must be [2, 272, 128]"),
-        ("ring_v", Shaped(DType.BF16, (2, 271, 128)), "ring_v must be [2, 272, 128]"),
-    ):
-        assert why in refuse(attention_site(**{name: change}))
-
-
 def test_rows_that_do_not_fill_whole_slabs_are_not_left_in_slabs() -> None:
     """The kernel writes no padding, and the next product would read it."""
     site = leaving(call_of(DRAFT_ATTENTION, block(16, 2, 1, 16, 96, 30, 0, 0)), "o").site
@@ -248,22 +211,6 @@ def test_context_that_the_kernel_does_not_take_is_refused() -> None:
     assert why == "context_kv.layers must be at most 64 (got 65)"
     why = context_kv.refuse(context_site(2, norm=DType.BF16))
     assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("k0", (1, 128)), ("v0", (2, 256)), ("k_norm0", (64,)),
-        ("ring_k0", (1, 64, 128)), ("ring_v0", (2, 63, 128)),
-    ],
-)  # fmt: skip
-def test_context_of_other_shapes_than_its_heads_is_refused(
-    name: str, shape: tuple[int, ...]
-) -> None:
-    site = context_site(kv=2)
-    ports = {**site.ports, name: Shaped(site.ports[name].dtype, shape)}
-    why = context_kv.refuse(CallSite(CONTEXT_KV, site.attributes, ports))
-    assert why.startswith(f"context_kv.{name} must be [")
 
 
 def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:

@@ -21,7 +21,7 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
-from thor_dflash.plugins.gdn.launch import launches, refuse
+from thor_dflash.plugins.gdn.launch import launches
 from thor_dflash.plugins.launch import H100, THOR, Device
 
 FLOAT_ERROR = 2e-6
@@ -259,54 +259,6 @@ def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
     got = outputs(prefill(OpCase("", {**long.inputs, **short}, long.attributes), 66))["o"]
     assert got[:66].tobytes() == want[:66].tobytes()
     assert not got[66:].any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key_dim": 64}, "key_dim must be 128"),
-        ({"value_dim": 64}, "value_dim must be 128"),
-        ({"conv_kernel": 3}, "conv_kernel must be 4"),
-    ],
-)
-def test_other_dimensions_are_refused(change: dict[str, int], message: str) -> None:
-    case = case_of(0, 4, 4, 1)
-    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
-    assert not refuse(site)
-    changed = type(site)(OP, OP.complete({**case.attributes, **change}), site.ports)
-    assert message in refuse(changed)
-
-
-def refusal(case: OpCase, **kinds: np.typing.DTypeLike) -> str:
-    """Why the kernels do not take the case with other types of some inputs; empty if they do."""
-    inputs = {n: shaped(x.astype(kinds.get(n, x.dtype))) for n, x in case.inputs.items()}
-    return refuse(site_of(OP, case.attributes, inputs))
-
-
-@pytest.mark.parametrize("name", ["qkv", "b", "a", "tail", "record_qkv"])
-def test_rows_of_another_type_are_refused(name: str) -> None:
-    why = refusal(case_of(0, 4, 4, 1), **{name: np.float32})
-    assert why == f"gdn.{name} must be bfloat16 (got float32)"
-
-
-@pytest.mark.parametrize("name", ["conv_weight", "a_log", "dt_bias"])
-def test_plain_parameters_of_another_type_are_refused(name: str) -> None:
-    why = refusal(case_of(0, 4, 4, 1), **{name: np.float16})
-    assert why == f"gdn.{name} must be bfloat16 or float32 (got float16)"
-
-
-@pytest.mark.parametrize(("rows", "held", "name"), [(33, 4, "qkv"), (4, 33, "record_qkv")])
-def test_more_than_32_rows_are_refused(rows: int, held: int, name: str) -> None:
-    assert refusal(case_of(0, rows, held, 1)) == f"gdn.{name} must be at most 32 rows (got 33)"
-    assert not refusal(prefill(case_of(0, rows, held, 1, mode="prefill"), 1))
-
-
-@pytest.mark.parametrize("heads", [(2, 5), (3, 2)], ids=str)
-def test_value_heads_that_do_not_share_the_key_heads_evenly_are_refused(
-    heads: tuple[int, int],
-) -> None:
-    rule = "gdn.value_heads must be a multiple of key_heads"
-    assert refusal(case_of(0, 4, 4, 1, heads)) == f"{rule} (got {heads[1]})"
 
 
 @pytest.mark.parametrize("device", [H100, THOR, Device((9, 0), 1)], ids=str)

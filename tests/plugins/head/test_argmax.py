@@ -11,7 +11,7 @@ from support.kernel_runner import Step, Value, buffer, packed, shaped
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.argmax_launch import SLICE, best_launches
-from thor_dflash.plugins.head.launch import launches, refuse
+from thor_dflash.plugins.head.launch import launches
 from thor_dflash.plugins.launch import THOR, Argument, CallSite, Pointer, Scratch, Shaped
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -139,28 +139,6 @@ def head_site(t: int, k: int, v: int, **types: DType) -> CallSite:
     known = {"logits": DType.F32, **types}
     shaped_ports = {n: Shaped(known.get(n, DType.BF16), shape) for n, shape in ports.items()}
     return CallSite(OP, OP.complete({}), shaped_ports)
-
-
-@pytest.mark.parametrize(
-    ("at", "why"),
-    [
-        (head_site(32, 64, 98), ""),
-        (head_site(33, 64, 96), "head.x must be at most 32 rows (got 33)"),
-        (head_site(16, 64, 97), "head.logits must have a multiple of 2 columns (got 97)"),
-        (head_site(16, 24, 96), "head.x must have a multiple of 16 columns (got 24)"),
-        (head_site(16, 64, 96, x=DType.F16), "head.x must be bfloat16 (got float16)"),
-        (
-            head_site(16, 64, 96, norm_weight=DType.F16),
-            "head.norm_weight must be bfloat16 or float32 (got float16)",
-        ),
-        (
-            head_site(16, 64, 96, weight0=DType.F16),
-            "head.weight0 must be NVFP4, FP8 or bfloat16 (got float16)",
-        ),
-    ],
-)
-def test_what_the_kernels_do_not_take_is_refused(at: CallSite, why: str) -> None:
-    assert refuse(at) == why
 
 
 def test_ids_that_nobody_reads_are_not_searched_for() -> None:

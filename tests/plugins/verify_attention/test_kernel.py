@@ -365,38 +365,3 @@ def test_no_call_is_taken_whose_block_has_not_enough_memory() -> None:
                     assert all(one.shared <= THOR.shared for one in launches(site, THOR))
     why = "verify_attention.shared memory must be at most 232448 bytes (got 232704)"
     assert refused == [(32, 6, 256, BF16, why)]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"heads": 3}, "heads / kv_heads must be 2, 4 or 6 (got 3.0)"),
-        ({"rotary_dim": 48}, "rotary_dim must be a power of two, 16 to 256 (got 48)"),
-        ({"cache_k": F32, "cache_v": F32}, "cache_k must be bfloat16 or FP8 (got float32)"),
-        ({"tile": 32}, "tile must be a multiple of 128 (got 32)"),
-        ({"cache_v": BF16}, "cache_v must be float8_e4m3fn, as cache_k (got bfloat16)"),
-        ({"q_norm": DType.F16}, "q_norm must be bfloat16 or float32 (got float16)"),
-        ({"k_norm": BF16}, "k_norm must be float32, as q_norm (got bfloat16)"),
-        ({"q": F32}, "q must be bfloat16 (got float32)"),
-        ({"k": F32}, "k must be bfloat16 (got float32)"),
-        ({"v": F32}, "v must be bfloat16 (got float32)"),
-    ],
-)
-def test_refusals_name_the_port(change: dict[str, int | DType], why: str) -> None:
-    heads = change.get("heads", 4)
-    assert isinstance(heads, int)
-    case = case_of(1, 0, FP8, 128, heads=heads)
-    inputs = {n: shaped(x) for n, x in case.inputs.items()}
-    attributes = dict(case.attributes)
-    for name, value in change.items():
-        if isinstance(value, DType):
-            x = case.inputs[name].astype(np.float32).astype(value.numpy)
-            inputs[name] = shaped(x)
-        else:
-            attributes[name] = value
-    assert refuse(site_of(OP, attributes, inputs)) == f"verify_attention.{why}"
-
-
-def test_heads_of_another_width_are_refused() -> None:
-    site = site_of(OP, {"heads": 6, "head_dim": 128}, shapes(1, 1, 128))
-    assert refuse(site) == "verify_attention.head_dim must be 256 (got 128)"
