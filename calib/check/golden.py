@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ import numpy as np
 
 from thor_dflash.calib.check.trace_record import Outputs
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
@@ -78,66 +75,35 @@ def read(path: Path) -> Golden:
     Raises:
         RequestError: it cannot be read, is no golden file, or is damaged.
     """
-    try:
-        held = _held(path)
-        _complete(held, path)
-        return Golden(
-            {n.removeprefix("source."): str(x) for n, x in held.items() if n.startswith("source.")},
-            int(held["block"]),
-            bool(held["rounds"]),
-            tuple(int(t) for t in held["tokens"]),
-            held["logits"],
-            held.get("taps"),
-            {n.removeprefix(VALUE): x for n, x in held.items() if n.startswith(VALUE)},
-        )
-    except OSError as e:
-        raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
-    except (ValueError, TypeError, OverflowError, EOFError, zipfile.BadZipFile, zlib.error) as e:
-        raise RequestError(f"{path} must be a golden file (got: {e}); {REMAKE}") from e
+    held = _held(path)
+    for name, ndim in PARTS.items():
+        x = held.get(name)
+        if x is None or x.ndim != ndim or x.dtype.kind not in NUMBERS:
+            got = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
+            raise RequestError(f"{path}: {name} must be {KINDS[ndim]} (got {got}); {REMAKE}")
+    return Golden(
+        {n.removeprefix("source."): str(x) for n, x in held.items() if n.startswith("source.")},
+        int(held["block"]),
+        bool(held["rounds"]),
+        tuple(int(t) for t in held["tokens"]),
+        held["logits"],
+        held.get("taps"),
+        {n.removeprefix(VALUE): x for n, x in held.items() if n.startswith(VALUE)},
+    )
 
 
 def _held(path: Path) -> dict[str, Array]:
     try:
-        found = np.load(path, allow_pickle=False)
-    except OSError:
-        raise
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
     except Exception as e:
-        # For a file of another format numpy's message advises to load it unsafely.
-        raise ValueError("a file that numpy cannot read") from e
-    if isinstance(found, np.ndarray):
-        raise TypeError("one array without a name")
-    with found as file:
-        try:
-            arrays = {name: file[name] for name in file.files}
-        except OSError:
-            raise
-        except Exception as e:  # of zipfile, zlib, tokenize, ...: a damaged file has many faults
-            raise ValueError(f"a damaged file: {type(e).__name__}: {e}") from e
-    if wrong := [name for name, x in arrays.items() if not isinstance(x, np.ndarray)]:
-        raise TypeError(f"{wrong[0]} that is no array")
-    return arrays
-
-
-def _complete(held: Mapping[str, Array], path: Path) -> None:
-    """Refuse a file in which required arrays are missing or of the wrong kind.
-
-    Raises:
-        RequestError: naming the array.
-    """
-    for name, ndim in PARTS.items():
-        if name not in held:
-            raise RequestError(
-                f"{path} must be a golden file, which holds {', '.join(PARTS)} "
-                f"(got no {name} among {show(sorted(held))}); {REMAKE}"
-            )
-        if held[name].ndim != ndim or held[name].dtype.kind not in NUMBERS:
-            raise RequestError(
-                f"{path}: {name} must be {KINDS[ndim]} "
-                f"(got {held[name].dtype} {list(held[name].shape)}); {REMAKE}"
-            )
-    for name, x in held.items():
-        if name.startswith(VALUE) and x.dtype.kind not in NUMBERS:
-            raise RequestError(f"{path}: {name} must be numbers (got {x.dtype}); {REMAKE}")
+        # Of zipfile, zlib, tokenize, ...: a damaged file has many faults. They are not quoted: for
+        # a file of another format numpy's message advises to load it unsafely.
+        raise RequestError(
+            f"{path} must be a golden file (got: a file that numpy cannot read); {REMAKE}"
+        ) from e
 
 
 def fits(golden: Golden, model: ModelRunner, where: str) -> None:

@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", type=Path, default=Path("models/planner-nano"))
     parser.add_argument("--work", type=Path, default=Path("build/nano"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=torch.device, default=device)
     parser.add_argument("--docs", type=int, default=400_000)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=48)
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "--finish", type=float, default=1.0, help="share of the schedule at which this call ends"
     )
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-compile", dest="compiled", action="store_false")
     parser.add_argument(
         "--rollouts", type=int, default=24_576, help="target outputs the drafter learns from"
     )
@@ -108,22 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and run one or more stages in order."""
     args = _parser().parse_args(argv)
-    run = TrainingRun(
-        args.models,
-        args.work,
-        torch.device(args.device),
-        args.docs,
-        args.rows,
-        args.anchors,
-        args.steps,
-        args.seconds,
-        args.begin,
-        args.finish,
-        args.workers,
-        not args.no_compile,
-        args.rollouts,
-        args.held,
-    )
+    options = vars(args)
+    chosen = options.pop("stage")
+    run = TrainingRun(**options)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     stages = {
@@ -133,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         "export": lambda: export(run),
         "eval": lambda: evaluate_all(run),
     }
-    for stage in args.stage:
+    for stage in chosen:
         start = time.time()
         stages[stage]()
         print(f"stage {stage} took {time.time() - start:.0f} s", flush=True)

@@ -57,16 +57,6 @@ def test_a_closed_pipe_on_stdout_is_left_to_the_command_line(
         introduced(monkeypatch, Gone())
 
 
-def test_a_terminal_that_does_not_know_its_width_shows_something(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "0")
-    out = io.StringIO()
-    with pytest.raises(EOFError):
-        introduced(monkeypatch, out)
-    assert out.getvalue() == "planner-nano\n"
-
-
 def introduced(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO) -> None:
     """Run the demo until it has introduced the model; then raise EOFError."""
 
@@ -81,7 +71,7 @@ def introduced(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO) -> None:
     demo.run(demo.Config(), Lines(io.StringIO()))
 
 
-def test_a_narrow_terminal_shows_every_letter_of_a_plan() -> None:
+def test_a_narrow_terminal_shows_every_character_of_a_plan() -> None:
     args = {"object": "stylus_green", "on": "table"}
     step = {"id": 1, "skill": "pick", "args": args, "on_fail": "retry"}
     plan = {"goal": "x", "steps": [step], "needs_clarification": None}
@@ -134,13 +124,3 @@ def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:
     rows = {row[1]: row[2:4] for row in cells if len(row) > 3}
     assert rows["speed-up"] == ["4.0x", "1.0x"]
     assert rows["request to plan, s"] == ["0.50", "2.00"]
-
-
-def test_the_figures_name_the_width_of_the_block() -> None:
-    spec = SimpleNamespace(accept_hist=(0, 1, 0, 3), accept_len=3.5, cycles=4)
-    report: Any = SimpleNamespace(spec=spec, timings=SimpleNamespace(e2e_ms=1.0, tok_s=1.0))
-    ran = demo.DemoRun((1, 2), (report,))
-    console = Console(file=io.StringIO(), width=100)
-    with console.capture() as shown:
-        console.print(demo._numbers(ran, ran, 3))
-    assert "tokens per cycle, 1 to 4 " in shown.get()

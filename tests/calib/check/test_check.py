@@ -39,7 +39,6 @@ from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Step
 from thor_dflash.plugins import OPS
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import Session, open_session
 
@@ -116,24 +115,6 @@ def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
         "prefill.chunk8": "layers.0.linear_attn",
         "observe_chunk.chunk8": "drafter.context_kv",
     }
-
-
-def test_a_size_above_the_package_s_own_is_walked_unless_a_smaller_one_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    args = [
-        "check",
-        "--package",
-        str(constrained_model.package(16, (8, 64))),
-        "-s",
-        "engine.threads=1",
-    ]
-    for more, sizes in (([], {"", ".chunk64", ".chunk8"}), (["-s", "engine.chunk=8"], {".chunk8"})):
-        assert main.main([*args, *more]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert {
-            w.removeprefix("ok     prefill").partition(",")[0] for w in lines if "prefill" in w
-        } == sizes
 
 
 def test_an_observe_step_is_walked_with_the_taps_of_a_prefill_step_of_its_size() -> None:
@@ -230,26 +211,7 @@ def test_a_tolerance_that_holds_the_difference_makes_it_right(good: Path, copy: 
     assert "shows nothing inside" in loose.notes[0]
 
 
-def test_a_traced_graph_runs_on_as_many_threads_as_its_engine(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[ort.SessionOptions] = []
-    real = ort.SessionOptions
-    monkeypatch.setattr(ort, "SessionOptions", lambda: made.append(real()) or made[-1])
-    assert checked(good, None).right
-    assert {options.intra_op_num_threads for options in made} == {THREAD.threads}
-
-
 # ---- files
-
-
-def test_a_golden_file_carries_all_that_is_compared(good: Path, copy: Path, tmp_path: Path) -> None:
-    path = tmp_path / "g.npz"
-    args = ["check", "-s", "engine.threads=1", "--package"]
-    assert main.main([*args, str(good), "--make-golden", str(path)]) == 0
-    assert main.main([*args, str(good), "--golden", str(path)]) == 0
-    spoil_weight(copy, "layers.1.mlp.down_proj.weight")
-    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
 
 
 def test_the_report_is_told_in_words_and_as_json(

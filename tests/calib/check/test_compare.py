@@ -55,28 +55,6 @@ def test_the_tolerance_is_the_wide_one_if_either_engine_rounds(kv: str, referenc
     assert limit == (compare.ROUNDED if wide else compare.EXACT)
 
 
-@pytest.mark.parametrize(("limit", "count"), [(20, 20), (1000, 48)])
-def test_tokens_fill_three_blocks_or_the_context_if_that_is_shorter(limit: int, count: int) -> None:
-    model, manifest = SimpleNamespace(block=16, limit=limit), SimpleNamespace(vocab_limit=9)
-    tokens = compare.some_tokens(cast("Session", SimpleNamespace(model=model, manifest=manifest)))
-    assert len(tokens) == count
-    assert max(tokens) == 8
-
-
-def test_a_package_without_a_drafter_is_compared_with_a_file_that_has_taps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = np.ones((2, 5), np.float32)
-    monkeypatch.setattr(
-        compare, "score", lambda *of: {"logits": rows} if of[2] is False else pytest.fail("taps")
-    )
-    golden = Golden({}, 16, False, (1, 2), rows, np.ones((2, 8), np.float32), {})
-    session = cast("Session", SimpleNamespace(manifest=SimpleNamespace(drafter=None)))
-    report = compare._outside(session, Reference(golden), 0.0, Silent())
-    assert report.right
-    assert report.taps == ()
-
-
 def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(define, "PART", 40)
     for case in HEAD.cases(np.random.default_rng(5)):
@@ -110,15 +88,6 @@ def test_a_row_with_nan_or_infinity_does_not_change_how_others_are_judged(strang
         assert logits(have, other, 0.5).first == 2
     near = want + np.float32(0.1) * (np.arange(4) == 3)[:, None]
     assert logits(near, broken, 1e-3).first == 2
-
-
-def test_a_report_of_what_is_no_number_is_json_all_the_same() -> None:
-    want = np.ones((2, 4), np.float32)
-    broken = np.where(np.arange(2)[:, None] == 1, np.nan, want)
-    report = CheckReport(logits(broken, want, 0.5), ((3, float("inf")),), (), ())
-    table = json.loads(json.dumps(as_table(report), allow_nan=False))
-    assert (table["right"], table["logits"]["worst"], table["taps"]) == (False, None, [[3, None]])
-    assert table["logits"]["first"] == 1
 
 
 def test_logits_are_told_as_shares_of_the_references_largest_and_by_row() -> None:
@@ -212,11 +181,6 @@ def test_what_a_step_read_and_left_are_told_apart() -> None:
     assert drift(step, {"b": one(0)}) == Drift("s", 0.0, 0.5)
     assert drift(step, {"a": one(0)}) is None
     assert share(2 * one(0.5), 2 * one(0)) == 0.5
-
-
-def test_two_orders_of_a_sum_do_not_make_a_jump() -> None:
-    assert not jumps(Drift("s", 1e-8, 7e-6), 0.0)
-    assert jumps(Drift("s", 1e-8, 9e-6), 0.0)
 
 
 def test_values_of_a_file_are_those_of_its_first_block_of_as_many_rows() -> None:

@@ -26,26 +26,23 @@ def made() -> Mapping[str, Array]:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "message"),
+    ("name", "wrong"),
     [
-        ("logits", np.zeros((5, 512), np.float32), r"float32 \[48, 512\].*float32 \[5, 512\]"),
-        ("logits", np.zeros((48, 5), np.float32), r"\(got float32 \[48, 5\]\); make it again"),
-        ("logits", np.zeros((48, 512)), r"logits must be float32 .* \(got float64 \[48, 512\]"),
-        ("taps", np.zeros((48, 5), np.float32), r"taps must be .* \(got float32 \[48, 5\]\)"),
-        ("block", np.zeros(3), r"block must be a number \(got float64 \[3\]\)"),
-        ("tokens", np.array(5), r"tokens must be a list of numbers \(got int64 \[\]\)"),
-        ("block", np.array(np.inf), "must be a golden file .got: cannot convert float infinity"),
-        ("tokens", np.array([1, np.inf]), "must be a golden file .got: cannot convert float inf"),
-        ("value.x", np.array(["a"]), r"value.x must be numbers \(got <U1\); make it again"),
-        ("tokens", np.array(["a"]), r"tokens must be a list of numbers \(got <U1 \[1\]\)"),
+        ("logits", np.zeros((5, 512), np.float32)),
+        ("logits", np.zeros((48, 5), np.float32)),
+        ("logits", np.zeros((48, 512))),
+        ("taps", np.zeros((48, 5), np.float32)),
+        ("block", np.zeros(3)),
+        ("tokens", np.array(5)),
+        ("tokens", np.array(["a"])),
     ],
 )
 def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
-    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array, message: str
+    made: Mapping[str, Array], tmp_path: Path, name: str, wrong: Array
 ) -> None:
     path = tmp_path / "g.npz"
     np.savez(path, allow_pickle=False, **{**made, name: wrong})
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=rf"{path}: {name} must be .*; make it again"):
         fits(read(path), session().model, str(path))
 
 
@@ -73,10 +70,7 @@ def test_a_file_without_an_array_is_told_what_a_golden_holds(
 ) -> None:
     path = tmp_path / "g.npz"
     np.savez(path, allow_pickle=False, **{n: x for n, x in made.items() if n != name})
-    message = (
-        f"must be a golden file, which holds block, rounds, tokens, logits .got no {name} among"
-    )
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=f"{name} must be .*got nothing"):
         read(path)
 
 
@@ -90,13 +84,6 @@ def test_a_file_whose_compressed_data_are_damaged_is_no_golden(
     path.write_bytes(data)
     with pytest.raises(RequestError, match="must be a golden file .*; make it again"):
         read(path)
-
-
-def test_one_array_is_no_golden(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
-    with pytest.raises(RequestError, match="must be a golden file .got: one array without"):
-        read(tmp_path / "a.npz")
 
 
 def test_logits_that_are_all_0_can_be_compared() -> None:

@@ -5,7 +5,6 @@ and held-out tasks.
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,10 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from thor_dflash.builders.checkpoint.drafter import check_pair, drafter_layout, read_drafter
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
+from thor_dflash.builders.checkpoint.target import read_target, target_layout
+from thor_dflash.calib.nano.dims import tap_layers
 from thor_dflash.calib.planbench import (
     FAMILIES,
     Task,
@@ -32,14 +35,6 @@ def config(part: str) -> dict[str, Any]:
     return loaded
 
 
-def tensors(part: str) -> dict[str, tuple[str, list[int]]]:
-    """Returns type and shape of every stored tensor, from the header of the safetensors file."""
-    with (NANO / part / "model.safetensors").open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    return {k: (v["dtype"], v["shape"]) for k, v in header.items() if k != "__metadata__"}
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(NANO / "target" / "tokenizer.json"))
@@ -56,88 +51,19 @@ def test_both_checkpoints_fit_in_ten_megabytes() -> None:
     assert sum(p.stat().st_size for p in files) <= 10_000_000
 
 
-def expected(stem: str, rows: int, cols: int) -> dict[str, tuple[str, list[int]]]:
-    """Returns the tensors that an NVFP4 linear is stored as, in ModelOpt's form."""
-    assert cols % 64 == 0
-    return {
-        f"{stem}.weight": ("U8", [rows, cols // 2]),
-        f"{stem}.weight_scale": ("F8_E4M3", [rows, cols // 16]),
-        f"{stem}.weight_scale_2": ("F32", []),
-    }
-
-
-def mlp(stem: str, c: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    return {
-        **expected(f"{stem}.mlp.gate_proj", inner, hidden),
-        **expected(f"{stem}.mlp.up_proj", inner, hidden),
-        **expected(f"{stem}.mlp.down_proj", hidden, inner),
-        f"{stem}.input_layernorm.weight": ("BF16", [hidden]),
-        f"{stem}.post_attention_layernorm.weight": ("BF16", [hidden]),
-    }
-
-
-def attention(stem: str, c: dict[str, Any], gated: int) -> dict[str, tuple[str, list[int]]]:
-    hidden, dim = c["hidden_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
-    return {
-        **expected(f"{stem}.q_proj", gated * q, hidden),
-        **expected(f"{stem}.k_proj", kv, hidden),
-        **expected(f"{stem}.v_proj", kv, hidden),
-        **expected(f"{stem}.o_proj", hidden, q),
-        f"{stem}.q_norm.weight": ("BF16", [dim]),
-        f"{stem}.k_norm.weight": ("BF16", [dim]),
-    }
-
-
-def gdn(stem: str, c: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    hidden, heads = c["hidden_size"], c["linear_num_value_heads"]
-    values = heads * c["linear_value_head_dim"]
-    channels = values + 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"]
-    return {
-        **expected(f"{stem}.in_proj_qkv", channels, hidden),
-        **expected(f"{stem}.in_proj_z", values, hidden),
-        **expected(f"{stem}.out_proj", hidden, values),
-        f"{stem}.in_proj_a.weight": ("BF16", [heads, hidden]),
-        f"{stem}.in_proj_b.weight": ("BF16", [heads, hidden]),
-        f"{stem}.conv1d.weight": ("BF16", [channels, 1, c["linear_conv_kernel_dim"]]),
-        f"{stem}.A_log": ("BF16", [heads]),
-        f"{stem}.dt_bias": ("BF16", [heads]),
-        f"{stem}.norm.weight": ("BF16", [c["linear_value_head_dim"]]),
-    }
-
-
-def test_target_tensors_are_those_of_the_config() -> None:
-    c = config("target")
-    wanted: dict[str, tuple[str, list[int]]] = {
-        "model.embed_tokens.weight": ("BF16", [c["vocab_size"], c["hidden_size"]]),
-        "model.norm.weight": ("BF16", [c["hidden_size"]]),
-    }
-    for index, kind in enumerate(c["layer_types"]):
-        stem = f"model.layers.{index}"
-        full = kind == "full_attention"
-        mixer = attention(f"{stem}.self_attn", c, 2) if full else gdn(f"{stem}.linear_attn", c)
-        wanted |= mlp(stem, c) | mixer
-    assert tensors("target") == wanted
-    assert c["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 2
-
-
-def test_drafter_tensors_are_those_of_the_config() -> None:
-    c = config("drafter")
-    hidden, ids = c["hidden_size"], c["dflash_config"]["target_layer_ids"]
-    wanted = {
-        **expected("fc", hidden, len(ids) * hidden),
-        "hidden_norm.weight": ("BF16", [hidden]),
-        "norm.weight": ("BF16", [hidden]),
-    }
-    for index in range(c["num_hidden_layers"]):
-        stem = f"layers.{index}"
-        wanted |= mlp(stem, c) | attention(f"{stem}.self_attn", c, 1)
-    assert tensors("drafter") == wanted
-    layers, taps = c["num_target_layers"], len(ids)
-    assert ids == [round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps)]
-    assert c["hidden_size"] == config("target")["hidden_size"]
-    assert c["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+def test_checkpoints_are_read_and_their_linears_are_nvfp4() -> None:
+    """Reading checks that the tensors are those of the config, in names, shapes and types."""
+    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
+    check_pair(target.dims, drafter.dims)
+    for source, layout in ((target, target_layout(target.dims)),
+                           (drafter, drafter_layout(drafter.dims))):  # fmt: skip
+        plain = {name for name in layout.matrices
+                 if source.matrix(name).kind is not WeightFormat.NVFP4}  # fmt: skip
+        assert all(name.endswith(("in_proj_a", "in_proj_b")) for name in plain)
+    assert target.dims.layers == ("gdn", "gdn", "gdn", "attention") * 2
+    layers, taps = len(target.dims.layers), len(drafter.dims.taps)
+    assert drafter.dims.taps == tuple(tap_layers(layers, taps))
+    assert [layer.window > 0 for layer in drafter.dims.layers] == [True, True, False]
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:
