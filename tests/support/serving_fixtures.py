@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -58,61 +58,28 @@ class HeldRun:
         self.run.close()
 
 
-@dataclass
-class HeldBackend:
+class HeldBackend(MockBackend):
     """A mock backend whose runs take no step until a test permits it with `let`."""
 
-    mock: MockBackend
-    permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    waiting: threading.Event = field(default_factory=threading.Event)
-    """Set while a run waits for a permit."""
-    steps: int = 0
-    ended: list[StopReason | None] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    """Ids of the plans in the order in which they were started."""
+    def __init__(self) -> None:
+        super().__init__(ServeConfig())
+        self.permits = threading.Semaphore(0)
+        self.waiting = threading.Event()
+        """Set while a run waits for a permit."""
+        self.steps = 0
+        self.ended: list[StopReason | None] = []
+        self.started: list[str] = []
+        """Ids of the plans in the order in which they were started."""
 
     def let(self, steps: int = 10_000) -> None:
         self.permits.release(steps)
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         self.started.append(prepared.ask.id)
-        return HeldRun(self.mock.start(prepared, left_ms), self)
+        return HeldRun(super().start(prepared, left_ms), self)
 
     def close(self) -> None:
         self.permits.release(10_000)
-
-    @property
-    def about(self) -> Any:
-        return self.mock.about
-
-    @property
-    def rates(self) -> Any:
-        return self.mock.rates
-
-    def warm(self) -> None:
-        self.mock.warm()
-
-    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
-        return self.mock.prepare(ask, left_ms)
-
-    def validate(self, request: messages.Validate) -> dict[str, Any]:
-        return self.mock.validate(request)
-
-    def pin(self, request: messages.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
-        return self.mock.pin(request, stopped)
-
-    def keep(self, request: messages.PrefixPut) -> None:
-        self.mock.keep(request)
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        return self.mock.skipped
-
-    def prefixes(self) -> list[dict[str, Any]]:
-        return self.mock.prefixes()
-
-    def drop(self, prefix_id: str) -> bool:
-        return self.mock.drop(prefix_id)
 
 
 class Peer:
@@ -196,14 +163,14 @@ class House:
         return server
 
     def held(self, **config: Any) -> tuple[Server, HeldBackend]:
-        held = HeldBackend(MockBackend(ServeConfig()))
+        held = HeldBackend()
         server = self.serve(held, **config)
         self._stack.callback(held.close)
         return server, held
 
     def held_later(self) -> tuple[Server, HeldBackend, threading.Event]:
         """As `held`, but the server loads until the event is set."""
-        held, load = HeldBackend(MockBackend(ServeConfig())), threading.Event()
+        held, load = HeldBackend(), threading.Event()
 
         def loaded() -> HeldBackend:
             assert load.wait(PATIENCE_S)

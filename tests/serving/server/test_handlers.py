@@ -25,234 +25,191 @@ from thor_dflash.serving.transport.router_socket import ReceivedMessage
 BACKEND = MockBackend(ServeConfig())
 
 
-class FakeRouter:
-    """Stands in for the sockets and keeps what is sent. While `gone`, no peer can be reached."""
+class Fixture:
+    """Handlers without threads and sockets; `sent` keeps the replies. While `gone`, no peer can be
+    reached.
+    """
 
     def __init__(self) -> None:
         self.gone = False
         self.sent: list[dict[str, Any]] = []
         self.droppable: list[bool] = []
+        self.lifecycle = Lifecycle(10.0, BACKEND)
+        actions = ServerActions(
+            check=lambda job: None, run=lambda job: None, write=print, stop=print
+        )
+        router: Any = self
+        self.handlers = RequestHandlers(
+            router, ServeConfig(), self.lifecycle, actions, None, print, EventLog("")
+        )
 
     def send(self, envelope: object, body: bytes, *, droppable: bool) -> str:
         self.sent.append(msgspec.json.decode(body))
         self.droppable.append(droppable)
         return "gone" if self.gone else "sent"
 
+    def receive(self, body: bytes | None = None, **fields: object) -> None:
+        text = msgspec.json.encode(fields) if body is None else body
+        self.handlers.handle_message(ReceivedMessage((b"peer", b"", text), 7))
+
+    def plan(self, id: str, **fields: object) -> Job:
+        """A plan that has arrived and is being checked."""
+        self.receive(**{"op": "plan", "id": id, "prompt": "x", "session": "s", **fields})
+        return self.handlers.scheduler.jobs()[-1]
+
+    def check(self, job: Job) -> Job:
+        request: Any = job.request
+        self.handlers.handle_event(JobChecked(job, BACKEND.prepare(request, None)))
+        return job
+
+    def pinned(self) -> Job:
+        """A prefix that the engine holds, while its file is being written."""
+        self.receive(op="prefix.put", id="p", prefix_id="x", system="y")
+        (job,) = self.handlers.scheduler.jobs()
+        self.handlers.handle_event(JobDone(job, {"prefix_id": "x"}))
+        assert job.state == "writing"
+        return job
+
+    def replies(self, field: str) -> list[tuple[Any, Any]]:
+        return [(reply["id"], reply.get(field)) for reply in self.sent]
+
 
 @pytest.fixture
-def router() -> FakeRouter:
-    return FakeRouter()
+def it() -> Fixture:
+    return Fixture()
 
 
-@pytest.fixture
-def lifecycle() -> Lifecycle:
-    return Lifecycle(10.0, BACKEND)
-
-
-@pytest.fixture
-def handlers(router: Any, lifecycle: Lifecycle) -> RequestHandlers:
-    actions = ServerActions(check=lambda job: None, run=lambda job: None, write=print, stop=print)
-    return RequestHandlers(router, ServeConfig(), lifecycle, actions, None, print, EventLog(""))
-
-
-def receive(handlers: RequestHandlers, body: bytes) -> None:
-    handlers.handle_message(ReceivedMessage((b"peer", b"", body), 7))
-
-
-def asked(handlers: RequestHandlers, id: str, **fields: object) -> Job:
-    body = msgspec.json.encode({"op": "plan", "id": id, "prompt": "x", "session": "s", **fields})
-    receive(handlers, body)
-    return handlers.scheduler.jobs()[-1]
-
-
-def checked(handlers: RequestHandlers, job: Job) -> None:
-    request: Any = job.request
-    handlers.handle_event(JobChecked(job, BACKEND.prepare(request, None)))
-
-
-def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    jobs = [asked(handlers, id, preempt="none") for id in "ab"]
-    for job in jobs:
-        checked(handlers, job)
+def test_a_plan_whose_peer_is_found_gone_by_what_it_displaces_is_gone_too(it: Fixture) -> None:
+    jobs = [it.check(it.plan(id, preempt="none")) for id in "ab"]
     assert [job.state for job in jobs] == ["running", "queued"]
-    last = asked(handlers, "c", preempt="same_session")
-    router.gone = True
-    checked(handlers, last)
+    last = it.plan("c", preempt="same_session")
+    it.gone = True
+    it.check(last)
     assert [job.state for job in (*jobs, last)] == ["running", "left", "left"]
-    assert handlers.scheduler.jobs() == jobs[:1]
-    assert [reply["id"] for reply in router.sent] == ["b"], "nobody hears of the others"
+    assert it.handlers.scheduler.jobs() == jobs[:1]
+    assert [reply["id"] for reply in it.sent] == ["b"], "the others get no reply"
 
 
-def test_while_it_drains_questions_are_answered_and_new_work_is_not(
-    handlers: RequestHandlers, router: FakeRouter, lifecycle: Lifecycle
-) -> None:
-    lifecycle.draining = True
-    looks = ("hello", "ping", "health", "stats", "prefix.list", "cancel")
-    wants = ("plan", "validate", "prefix.put", "prefix.drop")
-    given: dict[str, dict[str, str]] = {
-        "cancel": {"target": "a"},
-        "plan": {"prompt": "x"},
-        "validate": {"prompt": "x"},
-        "prefix.put": {"prefix_id": "a", "system": "x"},
-        "prefix.drop": {"prefix_id": "a"},
-    }
-    for op in (*looks, *wants):
-        body = msgspec.json.encode({"op": op, **given.get(op, {})})
-        receive(handlers, body)
-    assert [reply.get("code") for reply in router.sent] == [None] * 6 + ["draining"] * 4
+def test_while_it_drains_state_is_shown_and_new_work_refused(it: Fixture) -> None:
+    it.lifecycle.draining = True
+    for op in ("hello", "ping", "health", "stats", "prefix.list"):
+        it.receive(op=op)
+    it.receive(op="cancel", target="a")
+    for fields in (
+        {"op": "plan", "prompt": "x"},
+        {"op": "validate", "prompt": "x"},
+        {"op": "prefix.put", "prefix_id": "a", "system": "x"},
+        {"op": "prefix.drop", "prefix_id": "a"},
+    ):
+        it.receive(**fields)
+    assert [reply.get("code") for reply in it.sent] == [None] * 6 + ["draining"] * 4
 
 
 @pytest.mark.parametrize(
     ("body", "id"),
-    [(b'{"op":"plan"}', "-"), (b'{"op":"drain"}', "-"), (b'{"v":2,"op":"ping"}', "-"),
+    [(b'{"op":"plan"}', "-"), (b'{"v":2,"op":"ping"}', "-"),
      (b'{"op":"ping","id":null}', None), (b"{", None), (b"?", None)],
 )  # fmt: skip
 def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
-    handlers: RequestHandlers, router: FakeRouter, body: bytes, id: str | None
+    it: Fixture, body: bytes, id: str | None
 ) -> None:
-    receive(handlers, body)
-    (reply,) = router.sent
-    assert (reply["type"], reply["id"]) == ("error", id)
+    it.receive(body)
+    assert it.replies("type") == [(id, "error")]
 
 
-def test_a_slow_reader_may_lose_text_and_no_step(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    job = asked(handlers, "a")
-    checked(handlers, job)
+def test_a_slow_reader_may_lose_text_and_no_step(it: Fixture) -> None:
+    job = it.check(it.plan("a"))
     for kind in ("progress", "thinking", "text", "step"):
-        handlers.handle_event(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
-    assert router.droppable == [True, True, True, False]
+        it.handlers.handle_event(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
+    assert it.droppable == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [("engine_fault", True), ("internal", True), ("deadline", False)]
+    ("code", "shown"), [("engine_fault", True), ("internal", True), ("deadline", False)]
 )
-def test_health_tells_the_last_fault_of_a_plan_and_no_refusal(
-    handlers: RequestHandlers, lifecycle: Lifecycle, code: Code, told: bool
+def test_health_shows_the_last_fault_of_a_plan_and_no_refusal(
+    it: Fixture, code: Code, shown: bool
 ) -> None:
-    job = asked(handlers, "a")
-    checked(handlers, job)
-    handlers.handle_event(JobDone(job, PlanError(code, "what happened")))
-    assert lifecycle.health(0, 0)["error"] == ("what happened" if told else None)
+    it.handlers.handle_event(JobDone(it.check(it.plan("a")), PlanError(code, "what happened")))
+    assert it.lifecycle.health(0, 0)["error"] == ("what happened" if shown else None)
 
 
-def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    job = asked(handlers, "a", deadline_ms=60_000)
+def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(it: Fixture) -> None:
+    job = it.plan("a", deadline_ms=60_000)
     job.arrived -= 59.0
     job.deadline = time.monotonic() + 1.0
     request: Any = job.request
     prepared = replace(BACKEND.prepare(request, None), min_ms=30_000.0)
-    handlers.handle_event(JobChecked(job, prepared))
-    assert [reply["code"] for reply in router.sent] == ["deadline_infeasible"]
-    assert router.sent[0]["min_ms"] >= 59_000 + 30_000, "from the arrival, as deadline_ms"
+    it.handlers.handle_event(JobChecked(job, prepared))
+    assert it.replies("code") == [("a", "deadline_infeasible")]
+    assert it.sent[0]["min_ms"] >= 59_000 + 30_000, "from the arrival, as deadline_ms"
 
 
-def pinned(handlers: RequestHandlers) -> Job:
-    """A prefix that the engine holds, while its file is being written."""
-    body = msgspec.json.encode({"op": "prefix.put", "id": "p", "prefix_id": "x", "system": "y"})
-    receive(handlers, body)
-    (job,) = handlers.scheduler.jobs()
-    handlers.handle_event(JobDone(job, {"prefix_id": "x"}))
-    assert job.state == "writing"
-    return job
+def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(it: Fixture) -> None:
+    job = it.pinned()
+    it.receive(op="cancel", id="c", target="p")
+    it.handlers.give_up()
+    it.receive(op="health", id="h")
+    assert (it.sent[1]["running"], it.sent[1]["waiting"]) == (0, 0)
+    assert not it.handlers.idle, "its file may still fail"
+    it.handlers.handle_event(FileWritten(job, {"prefix_id": "x"}))
+    assert it.replies("type") == [("c", "ack"), ("h", "result"), ("p", "result")]
+    assert it.sent[0]["cancelled"] is False
+    assert it.handlers.idle
 
 
-def test_a_prefix_whose_file_is_being_written_is_done_and_cannot_be_cancelled(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    job = pinned(handlers)
-    handlers.handle_message(
-        ReceivedMessage((b"peer", b"", b'{"op":"cancel","id":"c","target":"p"}'), 7)
-    )
-    handlers.give_up()
-    assert not handlers.idle, "its file may still fail"
-    handlers.handle_event(FileWritten(job, {"prefix_id": "x"}))
-    assert [(reply["id"], reply["type"]) for reply in router.sent] == [
-        ("c", "ack"),
-        ("p", "result"),
-    ]
-    assert router.sent[0]["cancelled"] is False
-    assert handlers.idle
-
-
-def test_nobody_is_told_of_a_prefix_or_a_plan_whose_client_left(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    prefix = pinned(handlers)
-    handlers.connection_closed(7)
-    handlers.handle_event(FileWritten(prefix, {"prefix_id": "x"}))
-    job = asked(handlers, "a")
-    checked(handlers, job)
-    handlers.connection_closed(7)
-    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="a word")))
+def test_a_client_that_left_gets_no_reply_for_a_prefix_or_a_plan(it: Fixture) -> None:
+    prefix = it.pinned()
+    it.handlers.connection_closed(7)
+    it.handlers.handle_event(FileWritten(prefix, {"prefix_id": "x"}))
+    job, checked = it.check(it.plan("a")), it.plan("b", preempt="none")
+    it.handlers.connection_closed(7)
+    it.handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="a word")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    handlers.handle_event(JobDone(job, PlanError("cancelled", "it was told to stop")))
-    assert router.sent == []
-    assert handlers.idle
+    it.check(checked)
+    assert checked.state == "left"
+    it.handlers.handle_event(JobDone(job, PlanError("cancelled", "it was stopped")))
+    assert it.sent == []
+    assert it.handlers.idle
 
 
-def test_a_plan_whose_words_cannot_be_written_is_answered_once_and_stopped(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    job = asked(handlers, "a")
-    checked(handlers, job)
-    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="\udcff")))
+def test_a_plan_whose_text_cannot_be_encoded_is_answered_once_and_stopped(it: Fixture) -> None:
+    job = it.check(it.plan("a"))
+    it.handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="\udcff")))
     assert (job.state, job.stop) == ("running", "cancelled")
-    handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="more")))
-    handlers.handle_event(JobDone(job, PlanError("cancelled", "it was told to stop")))
-    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("a", "internal")]
-    assert handlers.stats.refused == {"internal": 1}
-
-
-def test_a_plan_that_left_while_it_was_checked_displaces_nobody(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    gone = asked(handlers, "a", preempt="same_session")
-    handlers.connection_closed(7)
-    other = asked(handlers, "b")
-    checked(handlers, gone)
-    assert (gone.state, other.state, router.sent) == ("left", "preparing", [])
+    it.handlers.handle_event(ChunkReady(job, Chunk(kind="text", text="more")))
+    it.handlers.handle_event(JobDone(job, PlanError("cancelled", "it was stopped")))
+    assert it.replies("code") == [("a", "internal")]
+    assert it.handlers.stats.refused == {"internal": 1}
 
 
 @pytest.mark.parametrize(("end", "code"), [("give_up", "draining"), ("fail", "engine_fault")])
-def test_who_waits_for_a_check_or_a_drop_hears_of_the_end(
-    handlers: RequestHandlers, router: FakeRouter, end: str, code: str
-) -> None:
-    for body in (b'{"op":"validate","id":"v","prompt":"x"}',
-                 b'{"op":"prefix.drop","id":"d","prefix_id":"x"}'):  # fmt: skip
-        receive(handlers, body)
-    assert not handlers.idle
-    getattr(handlers, end)()
-    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("v", code), ("d", code)]
-    assert handlers.idle
+def test_pending_requests_are_refused_at_the_end(it: Fixture, end: str, code: str) -> None:
+    job = it.check(it.plan("a"))
+    it.receive(op="validate", id="v", prompt="x")
+    it.receive(op="prefix.drop", id="d", prefix_id="x")
+    assert not it.handlers.idle
+    getattr(it.handlers, end)()
+    running = [] if end == "give_up" else [("a", code)]
+    assert it.replies("code") == [*running, ("v", code), ("d", code)]
+    assert job.stop == "cancelled", "its thread is waited for"
 
 
-def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(
-    handlers: RequestHandlers, router: FakeRouter
-) -> None:
-    for id, given in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
-        checked(handlers, asked(handlers, id, **given))
-    handlers.expire(time.monotonic())
-    assert router.sent == []
-    handlers.expire(time.monotonic() + 1)
-    assert [(reply["id"], reply["code"]) for reply in router.sent] == [("b", "deadline")]
-    assert handlers.stats.finished == {"deadline": 1}
+def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(it: Fixture) -> None:
+    for id, fields in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
+        it.check(it.plan(id, **fields))
+    it.handlers.expire(time.monotonic())
+    assert it.sent == []
+    it.handlers.expire(time.monotonic() + 1)
+    assert it.replies("code") == [("b", "deadline")]
+    assert it.handlers.stats.finished == {"deadline": 1}
 
 
-@pytest.mark.parametrize(("e2e_ms", "told"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
+@pytest.mark.parametrize(("e2e_ms", "after"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
 def test_a_full_queue_names_the_time_of_a_plan(
-    handlers: RequestHandlers,
-    router: FakeRouter,
-    monkeypatch: pytest.MonkeyPatch,
-    e2e_ms: float,
-    told: float,
+    it: Fixture, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, after: float
 ) -> None:
     monkeypatch.setattr(BACKEND.rates, "e2e_ms", e2e_ms)
     for n in range(ServeConfig().max_queue + 2):
-        asked(handlers, f"{n}", session=f"{n}")
-    assert [(reply["code"], reply["retry_after_ms"]) for reply in router.sent] == [("busy", told)]
+        it.plan(f"{n}", session=f"{n}")
+    assert [(reply["code"], reply["retry_after_ms"]) for reply in it.sent] == [("busy", after)]

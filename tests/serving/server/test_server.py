@@ -13,7 +13,6 @@ from support.waiting import until
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
-from thor_dflash.serving.server.workers import FAULT
 
 SMALL = {"op": "plan", "prompt": "x"}
 
@@ -34,16 +33,6 @@ def test_control_is_answered_while_the_engine_stands(house: Any) -> None:
     assert other.ask(op="validate", id="v", prompt="two words")["prompt_tokens"] == 2
     held.let()
     assert peer.final("p")["status"] == "ok"
-
-
-def test_what_no_plan_may_ask_is_not_validated(house: Any) -> None:
-    peer = house.peer(house.mock())
-    chat = [{"role": "user", "content": "x"}]
-    for name, wrong in (("prompt", {"prompt": "x", "messages": chat}), ("prompt", {"prompt": " "}),
-                        ("messages", {"messages": []})):  # fmt: skip
-        for op in ("plan", "validate"):
-            told = peer.ask(op=op, id="v", **wrong)
-            assert (told["type"], told.get("field")) == ("error", name), (op, wrong)
 
 
 def test_hello_tells_what_a_client_must_know(house: Any) -> None:
@@ -79,48 +68,38 @@ def test_every_kind_of_client_is_answered_in_its_own_way(house: Any) -> None:
     assert dealer.receive()["code"] == "bad_request"
 
 
-@pytest.mark.parametrize(("hops", "fine"), [(6, True), (7, False)])
-def test_a_chain_of_proxies_has_an_end_that_is_told(house: Any, hops: int, fine: bool) -> None:
+@pytest.mark.parametrize(("hops", "type_"), [(6, "result"), (7, "error")])
+def test_a_chain_of_proxies_has_an_end(house: Any, hops: int, type_: str) -> None:
     peer = house.peer(house.mock())
     peer.socket.send_multipart([*[b"hop"] * hops, b"", b'{"op":"ping","id":"1"}'])
-    reply = msgspec.json.decode(peer.socket.recv_multipart()[-1])
-    wrong = "a message must have <= 8 frames before its body (got 9)"
-    assert reply.get("message") == ("Server is running" if fine else wrong)
+    assert msgspec.json.decode(peer.socket.recv_multipart()[-1])["type"] == type_
 
 
-def test_a_fault_of_ours_is_logged_and_not_sent(house: Any) -> None:
-    class Broken(MockBackend):
-        def prepare(self, ask: Any, left_ms: Any) -> Any:
-            raise ZeroDivisionError("secret detail")
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [(EngineError("/secret/decode.onnx must run"), "engine_fault"),
+     (ZeroDivisionError("/secret"), "internal")],
+)  # fmt: skip
+@pytest.mark.parametrize("at", ["prepare", "start", "validate"])
+def test_a_fault_is_logged_and_its_text_not_sent(
+    house: Any, monkeypatch: pytest.MonkeyPatch, at: str, fault: Exception, code: str
+) -> None:
+    def fail(*args: object) -> Any:
+        raise fault
 
-        def validate(self, request: Any) -> Any:
-            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
-
-    server = house.serve(Broken(ServeConfig()))
-    peer = house.peer(server)
-    reply = peer.ask(**SMALL, id="p")
-    assert reply["code"] == "internal"
-    assert "secret" not in str(reply)
-    assert any("ZeroDivisionError: secret detail" in line for line in house.log)
+    backend = MockBackend(ServeConfig())
+    monkeypatch.setattr(backend, at, fail)
+    peer = house.peer(house.serve(backend))
+    reply = peer.ask(op="validate" if at == "validate" else "plan", prompt="x", id="p")
+    assert reply["code"] == code
+    health = peer.ask(op="health", id="h")
+    assert bool(health["error"]) == (at == "start")
+    assert "secret" not in str((reply, health))
+    assert any("/secret" in line for line in house.log)
     house.log[:] = [line for line in house.log if "Traceback" not in line]
-    reply = peer.ask(op="validate", id="v", prompt="x")
-    assert reply["code"] == "engine_fault"
-    assert "secret" not in str(reply)
-    assert any("/secret/pkg/decode.onnx must run" in line for line in house.log)
 
 
 # --- plans
-
-
-def test_a_plan_and_its_numbers(house: Any) -> None:
-    reply = house.peer(house.mock()).ask(
-        **SMALL, id="p", generation=4, session="arm", metadata={"trace": 7}, stream=False
-    )
-    assert reply["plan"] == msgspec.json.decode(PLAN)
-    assert (reply["status"], reply["finish_reason"], reply["plan_valid"]) == ("ok", "stop", True)
-    assert (reply["generation"], reply["session"], reply["metadata"]) == (4, "arm", {"trace": 7})
-    assert reply["thinking"] is None, "not asked for"
-    assert reply["timings"]["e2e_ms"] >= reply["timings"]["queue_ms"] > 0
 
 
 def test_a_stream_is_numbered_and_ends_with_the_whole(house: Any) -> None:
@@ -229,7 +208,7 @@ def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     peer.send(**SMALL, id="b", session="b", priority=1)
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
-    # The clerk checks plans before validations: once this is answered, both plans are accepted.
+    # Plans are checked before validations: once this is answered, both plans are accepted.
     assert peer.ask(op="validate", id="v", prompt="x")["id"] == "v"
     held.let()
     assert peer.final("a")["code"] == "preempted"
@@ -254,13 +233,6 @@ def test_an_urgent_plan_that_displaces_lower_ones_gets_into_a_full_queue(house: 
     assert (displaced["id"], displaced["code"]) == ("c", "preempted")
     held.let()
     assert [peer.receive()["id"] for _ in range(3)] == ["a", "f", "b"]
-
-
-def test_a_plan_for_an_older_world_is_stale(house: Any) -> None:
-    peer = house.peer(house.mock())
-    assert peer.ask(**SMALL, id="a", session="arm", generation=5)["status"] == "ok"
-    assert peer.ask(**SMALL, id="b", session="arm", generation=4)["code"] == "stale"
-    assert peer.ask(**SMALL, id="c", session="arm", generation=5)["status"] == "ok"
 
 
 # --- deadlines
@@ -327,14 +299,3 @@ def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
     assert held.waiting.wait(20)
     assert peer.ask(**SMALL, id="b", session="b", deadline_ms=100)["code"] == "deadline"
     assert held.started == ["a"]
-
-
-def test_a_plan_that_meets_a_fault_tells_no_details_and_health_none(house: Any) -> None:
-    class Broken(MockBackend):
-        def start(self, prepared: Any, left_ms: Any) -> Any:
-            raise EngineError("/secret/pkg/decode.onnx must run (got: the device is gone)")
-
-    peer = house.peer(house.serve(Broken(ServeConfig())))
-    reply = peer.ask(**SMALL, id="p")
-    assert (reply["code"], reply["message"]) == ("engine_fault", FAULT)
-    assert peer.ask(op="health", id="h")["error"] == FAULT
