@@ -105,19 +105,6 @@ def test_no_escape_of_a_broken_body_costs_a_call() -> None:
         assert calls < 1000
 
 
-@pytest.mark.parametrize(
-    ("text", "mended"),
-    [
-        (rb"\ud800\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
-        (rb"\\ud83d\ude00", "\\ud83d\ufffd"),
-        (rb"\\\ud83d\\\ude00", "\\\ufffd\\\ufffd"),
-        (rb"\uD83D\uDE00\u0041\n", "\U0001f600A\n"),
-    ],
-)
-def test_halves_alone_are_mended(text: bytes, mended: str) -> None:
-    assert codec.head_of(JSON, b'{"id":"' + text + b'"}').id == mended
-
-
 def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
     request = read(b'{"op":"plan","prompt":"\\ud83d\\ude00 \\\\ud800"}')
     assert isinstance(request, messages.PlanRequest)

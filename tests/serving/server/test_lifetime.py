@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
+from support.serving_fixtures import Peer
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
@@ -18,6 +18,17 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import Server
 
 SMALL = {"op": "plan", "prompt": "x"}
+
+
+class Named(Peer):
+    """A client that chooses its own routing id."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger, self.socket.routing_id = 0, b"robot"
+        self.socket.connect(endpoint)
+        self.envelope = [b""]
 
 
 # --- clients that go
@@ -42,27 +53,17 @@ def test_work_for_a_client_that_left_is_dropped(house: Any, stream: Any) -> None
 
 def test_a_client_that_comes_back_under_its_name_gets_its_own_answers_only(house: Any) -> None:
     server, held = house.held()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    old, new = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-    for socket in (old, new):
-        socket.linger = 0
-        socket.routing_id = b"robot"
-    old.connect(server.endpoints[0])
-    old.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "1"})])
+    old = Named(server.endpoints[0])
+    old.send(**SMALL, id="1")
     assert held.waiting.wait(20)
-    new.connect(server.endpoints[0])
-    new.send_multipart([b"", msgspec.json.encode({"op": "ping", "id": "p"})])
-    assert new.poll(20_000)
-    assert msgspec.json.decode(new.recv_multipart()[-1])["id"] == "p"
-    old.close(0)
-    running = server._handlers.scheduler.running
-    until(lambda: running.stop)
+    new = Named(server.endpoints[0])
+    assert new.ask(op="ping", id="p")["id"] == "p"
+    old.close()
+    until(lambda: server._handlers.scheduler.running.stop)
     held.let()
-    until(lambda: len(held.ended) == 1)
-    assert held.ended == ["cancelled"]
-    assert not new.poll(50), "the other's plan is not its"
-    new.close(0)
-    context.term()
+    until(lambda: held.ended == ["cancelled"])
+    assert new.silent(), "the other's plan is not its"
+    new.close()
 
 
 # --- beginning and end
@@ -214,9 +215,8 @@ def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
     assert peer.final("a")["status"] == "ok"
 
 
-def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
-    ended = threading.Event()
-    codes: list[int] = []
+def test_a_hung_engine_ends_the_process_for_the_next_one_to_start(house: Any) -> None:
+    ended, codes, states = threading.Event(), list[int](), list[str]()
 
     def die(code: int) -> None:
         codes.append(code)
@@ -228,29 +228,21 @@ def test_a_hung_engine_ends_the_process_for_the_next_one_to_start() -> None:
             return super().start(prepared, left_ms)
 
     config = ServeConfig(bind=("tcp://127.0.0.1:*",), watchdog_s=0.3, drain_s=0.0)
-    notes: list[str] = []
     server = Server(
-        lambda: Hung(config), config, log=lambda text: None, notify=notes.append, die=die
+        lambda: Hung(config), config, log=lambda text: None, notify=states.append, die=die
     )
     thread = threading.Thread(target=server.run)
     thread.start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.linger = 0
-    peer.connect(server.endpoints[0])
-    until(lambda: "READY=1" in notes)
-    peer.send_multipart([b"", msgspec.json.encode({**SMALL, "id": "a"})])
+    until(lambda: "READY=1" in states)
+    house.peer(server).send(**SMALL, id="a")
     assert ended.wait(20)
-    assert codes[0] == 70
     server.stop()
     thread.join(20)
-    assert not thread.is_alive()
-    assert "STOPPING=1" in notes
-    peer.close()
-    context.term()
+    assert (codes[0], thread.is_alive()) == (70, False)
+    assert "STOPPING=1" in states
 
 
-@pytest.mark.parametrize("thread", ["engine", "clerk"])
+@pytest.mark.parametrize("thread", ["files", "checks"])
 def test_a_thread_that_dies_ends_the_server(
     house: Any, monkeypatch: pytest.MonkeyPatch, thread: str, tmp_path: Path
 ) -> None:
@@ -261,13 +253,13 @@ def test_a_thread_that_dies_ends_the_server(
         raise Panic("secret detail")
 
     backend = MockBackend(ServeConfig(), 0.002)
-    if thread == "clerk":
+    if thread == "checks":
         monkeypatch.setattr(backend, "prepare", panic)
     else:
         monkeypatch.setattr("thor_dflash.serving.server.server.write", panic)
     server = house.serve(backend, trace_slow_ms=1, trace_dir=str(tmp_path))
     reply = house.peer(server).ask(**SMALL, id="a")
-    assert reply.get("code", "none") == ("engine_fault" if thread == "clerk" else "none")
+    assert reply.get("code", "none") == ("engine_fault" if thread == "checks" else "none")
     assert "secret" not in str(reply)
     until(lambda: server._lifecycle.failed)
     assert server._lifecycle.health(0, 0)["state"] == "failed"
@@ -276,7 +268,9 @@ def test_a_thread_that_dies_ends_the_server(
     house.log[:] = [line for line in house.log if "Traceback" not in line]
 
 
-def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() -> None:
+def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody(house: Any) -> None:
+    gate, late, ended = threading.Event(), threading.Event(), threading.Event()
+
     class Lost(MockBackend):
         def start(self, prepared: Any, left_ms: float | None) -> Any:
             gate.wait(20)
@@ -287,40 +281,25 @@ def test_an_engine_that_is_lost_ends_the_server_after_an_answer_for_everybody() 
             return super().validate(request)
 
     def run() -> None:
-        with pytest.raises(EngineLost, match="answers nothing else"):
+        with pytest.raises(EngineLost):
             server.run()
         ended.set()
 
-    gate, late, ended = threading.Event(), threading.Event(), threading.Event()
-    settings = ServeConfig(bind=("tcp://127.0.0.1:*",))
-    log: list[str] = []
-    server = Server(lambda: Lost(ServeConfig()), settings, log=log.append)
+    config = ServeConfig(bind=("tcp://127.0.0.1:*",))
+    server = Server(lambda: Lost(config), config, log=lambda text: None)
     threading.Thread(target=run, daemon=True).start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.linger, peer.rcvtimeo = 0, 20_000
-    peer.connect(server.endpoints[0])
-
-    def ask(**fields: str) -> None:
-        peer.send_multipart([b"", msgspec.json.encode(fields)])
-
-    def answer() -> Any:
-        return msgspec.json.decode(peer.recv_multipart()[-1])
-
-    until(lambda: any(line.startswith("ready after") for line in log))
+    peer = house.peer(server)
+    until(lambda: peer.ask(op="health", id="h")["ready"])
     for name in "ab":
-        ask(op="plan", prompt="x", id=name, session=name)
-    ask(op="validate", id="v", prompt="x")
-    ask(op="health", id="h")
-    assert answer()["id"] == "h", "all three are in the house"
+        peer.send(**SMALL, id=name, session=name)
+    peer.send(op="validate", id="v", prompt="x")
+    assert peer.ask(op="health", id="h")["id"] == "h", "all three have arrived"
     gate.set()
-    given = [answer() for _ in range(3)]
-    assert {(r["id"], r["code"]) for r in given} == {(n, "engine_fault") for n in "abv"}
-    assert "answers nothing else" not in str(given), "that is for the log"
+    replies = [peer.receive() for _ in range(3)]
+    assert {(r["id"], r["code"]) for r in replies} == {(n, "engine_fault") for n in "abv"}
+    assert "answers nothing else" not in str(replies), "that is for the log"
     late.set()
     assert ended.wait(20)
-    peer.close()
-    context.term()
 
 
 def test_each_step_is_a_sign_of_life_and_no_work_needs_none(house: Any) -> None:

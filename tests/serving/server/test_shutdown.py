@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.planner.mock_backend import MockBackend
-from thor_dflash.serving.server.server import READING_S, Server
+from thor_dflash.serving.server.server import Server
 
 
 @contextmanager
@@ -96,25 +94,6 @@ def test_an_end_that_clients_ask_for_finishes_what_was_taken_however_often(
     assert peer.final("b")["code"] == "draining"
     held.let()
     assert peer.final("a")["code"] == "cancelled"
-
-
-def test_an_end_that_clients_ask_for_leaves_time_to_read(
-    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    admin = {"bind": (f"ipc://{tmp_path}/plan",), "allow_admin": True}
-    server, held = house.held(**admin)
-    peer = house.peer(server)
-    peer.send(op="plan", prompt="x", id="a")
-    assert held.waiting.wait(20)
-    for _ in range(2):
-        assert peer.ask(op="shutdown", id="s")["stopping"] is True
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=slept.append)
-    monkeypatch.setattr("thor_dflash.serving.server.server.time", clock)
-    held.let()
-    assert peer.final("a")["status"] == "ok"
-    until(lambda: slept)
-    assert 0 < slept[0] <= READING_S
 
 
 WORK = """

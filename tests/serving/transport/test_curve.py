@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
 import stat
 import time
@@ -73,21 +72,6 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
         (keys / "server.secret").chmod(mode)
         with pytest.raises(ConfigError, match=f"got mode {mode:04o}.; chmod 600"):
             curve.secret_key(keys / "server.secret")
-
-
-def test_commands_that_are_told_can_be_pasted(tmp_path: Path, capsys: Any) -> None:
-    keys = tmp_path / "the robot's keys"
-    assert main.main(["keygen", str(keys)]) == 0
-    server, *client = capsys.readouterr().out.splitlines()
-    for name in ("client.secret", "client.public", "server.public", "clients"):
-        assert f"{keys}/{name}" in "".join(client), "a client needs three files, and a place"
-    words = shlex.split(server.removeprefix("server: "))
-    assert words[words.index("--curve") + 1] == str(keys)
-    (keys / "server.secret").chmod(0o644)
-    with pytest.raises(ConfigError) as caught:
-        curve.secret_key(keys / "server.secret")
-    command = str(caught.value).partition("; ")[2]
-    assert shlex.split(command) == ["chmod", "600", str(keys / "server.secret")]
 
 
 KEYS = ("server.secret", "server.public", "client.secret", "client.public", "clients/client.public")
@@ -164,8 +148,7 @@ def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:
     path.chmod(0o600)
     peer = house.peer(house.mock(token_file=str(path)))
     for token in ({}, {"token": "open"}, {"token": 5}, {"token": ""}):
-        for op in ("ping", "plan", "hello"):
-            assert peer.ask(op=op, id="x", **token)["code"] == "unauthorized"
+        assert peer.ask(op="hello", id="x", **token)["code"] == "unauthorized"
     assert peer.ask(op="ping", id="x", token="open sesame")["status"] == "ok"
     assert "error" in peer.ask(endpoint="ping", api_token="wrong")
     assert peer.ask(endpoint="ping", api_token="open sesame")["status"] == "ok"
@@ -195,15 +178,6 @@ def test_no_server_takes_the_place_of_a_file(house: Any, tmp_path: Path) -> None
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
     house.mock(bind=(f"ipc://{tmp_path / 'dead'}",))
-
-
-def test_a_server_may_listen_on_the_loopback_of_ipv6(house: Any) -> None:
-    try:
-        server = house.mock(bind=("tcp://[::1]:*",))
-    except ConfigError:
-        pytest.skip("needs IPv6")
-    with RemotePlanner(server.endpoints[0]) as planner:
-        assert planner.ping()["status"] == "ok"
 
 
 def test_a_schema_reaches_no_network() -> None:
