@@ -97,7 +97,7 @@ def _phases(results: Sequence[TaskResult]) -> script.Table:
     """Milliseconds of each phase in a cycle."""
     totals: dict[str, float] = {}
     for r in results:
-        for name, ms in r.report.timings.phases_ms.items():
+        for name, ms in r.report.phases_ms.items():
             totals[name] = totals.get(name, 0.0) + ms
     cycles = sum(r.report.spec.cycles for r in results)
     per_cycle = {n: ms / cycles for n, ms in totals.items() if not n.startswith(PROMPT)}

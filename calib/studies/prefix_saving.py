@@ -36,7 +36,7 @@ def timed(session: Session, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], f
         request = Request(prompt=prompt, max_tokens=ANSWER)
         tokens = script.tokens_of(session.run(request, DflashDrafter()))
         times.append(session.report().timings.ttft_ms)
-    return tokens, median(times), session.report().cached_tokens
+    return tokens, median(times), session.report().usage.cached_tokens
 
 
 def disk_ms(session: Session, name: str) -> tuple[float, float]:

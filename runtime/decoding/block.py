@@ -114,12 +114,19 @@ class DecodeProgress:
         """The thinking marks of the vocabulary, if it has them."""
         self.tokens: list[int] = []
         """Tokens committed after the prompt, the stop token included."""
+        self.thinking_tokens = 0
+        """How many of `tokens` belong to the thinking block, its marks included."""
         self._thinking = Thinking(marks, self.prompt)
 
     @property
     def last(self) -> int:
         """The newest committed token."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens committed after the thinking, the stop token included."""
+        return len(self.tokens) - self.thinking_tokens
 
     @property
     def thinking(self) -> bool:
@@ -130,7 +137,9 @@ class DecodeProgress:
         """Append the tokens of one block; return whether thinking ended in it."""
         ended = False
         for token in tokens:
-            ended |= self._thinking.feed(token) and not self._thinking.inside
+            inside = self._thinking.feed(token)
+            self.thinking_tokens += inside
+            ended |= inside and not self._thinking.inside
         self.tokens.extend(tokens)
         return ended
 

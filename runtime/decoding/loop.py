@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from thor_dflash.core.errors import ModelFault, RequestError, TransactionError
+from thor_dflash.core.errors import ModelFault, TransactionError
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import (
     Block,
@@ -48,6 +48,9 @@ class DecodeRequest:
 
     prompt: tuple[int, ...]
     max_tokens: int
+    """Of thinking and answer together."""
+    max_answer: int
+    """Without the thinking; at most max_tokens."""
     stop: tuple[int, ...]
     proposer: Proposer
     policies: tuple[Policy, ...]
@@ -58,7 +61,7 @@ class DecodeRequest:
 
 
 def decode(
-    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
+    model: ModelRunner, request: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
 ) -> Iterator[TokenChunk]:
     """Answer one request, starting from an empty state or from the state of its prefix.
 
@@ -68,7 +71,7 @@ def decode(
         ModelFault: the model had no usable choice; chunks already yielded remain valid.
         TransactionError: another sequence began meanwhile.
     """
-    chunks = _chunks(model, plan, progress, meter)
+    chunks = _chunks(model, request, progress, meter)
     while True:
         with model.alone:
             chunk = next(chunks, None)
@@ -78,30 +81,34 @@ def decode(
 
 
 def _chunks(
-    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
+    model: ModelRunner, request: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
 ) -> Iterator[TokenChunk]:
-    begun = _begin(model, plan)
-    for chunk in _prefill(model, plan):
+    begun = _begin(model, request)
+    for chunk in _prefill(model, request):
         yield chunk
         check_owner(model, begun)
     meter.prompt_done()
     while True:
-        block = _shape(model, plan, progress)
-        block, record, drafted = _step(model, plan, progress, block)
-        count = min([record.count, *(p.judge(progress, block, record) for p in plan.policies)])
+        block = _shape(model, request, progress)
+        block, record, drafted = _step(model, request, progress, block)
+        count = min([record.count, *(p.judge(progress, block, record) for p in request.policies)])
         if count == 0:
             yield TokenChunk((), "grammar_dead_end")
             return
         _check_record(model, record, count)
         model.state.commit(count)
-        plan.proposer.committed(model, block, count)
+        request.proposer.committed(model, block, count)
         tokens = record.tokens[:count]
-        emitted, finish = visible_tokens(len(progress.tokens), tokens, plan.stop, plan.max_tokens)
+        emitted, finish = visible_tokens(
+            len(progress.tokens), tokens, request.stop, request.max_tokens
+        )
         closed = progress.commit(tokens)
         meter.cycle(block, record, count, drafted)
         if closed:
             meter.closed(block, record)
-        for policy in plan.policies:
+        meter.answered(progress.answer_tokens)
+        finish = finish or ("length" if progress.answer_tokens >= request.max_answer else "")
+        for policy in request.policies:
             policy.observe(progress, count)
         yield TokenChunk(emitted, finish)
         if finish:
@@ -109,12 +116,12 @@ def _chunks(
         check_owner(model, begun)
 
 
-def _begin(model: ModelRunner, plan: DecodeRequest) -> int:
-    if plan.prefix is None:
+def _begin(model: ModelRunner, request: DecodeRequest) -> int:
+    if request.prefix is None:
         model.state.reset()
     else:
-        assert plan.prefix.length < len(plan.prompt), plan.prefix.length
-        model.state.restore(plan.prefix)
+        assert request.prefix.length < len(request.prompt), request.prefix.length
+        model.state.restore(request.prefix)
     return model.state.begun
 
 
@@ -126,9 +133,9 @@ def check_owner(model: ModelRunner, begun: int) -> None:
         )
 
 
-def _prefill(model: ModelRunner, plan: DecodeRequest) -> Iterator[TokenChunk]:
-    prompt = plan.prompt[:-1]
-    first = plan.proposer.begin(model, len(prompt))
+def _prefill(model: ModelRunner, request: DecodeRequest) -> Iterator[TokenChunk]:
+    prompt = request.prompt[:-1]
+    first = request.proposer.begin(model, len(prompt))
     for start in range(model.state.length, len(prompt), model.chunk):
         part = prompt[start : start + model.chunk]
         model.prefill(part, observe=start + len(part) > first)
@@ -136,25 +143,25 @@ def _prefill(model: ModelRunner, plan: DecodeRequest) -> Iterator[TokenChunk]:
         yield TokenChunk((), prompt_done=model.state.length, prompt_rows=rows)
 
 
-def _shape(model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress) -> Block:
+def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress) -> Block:
     block = Block(cap=model.block, phase="thinking" if progress.thinking else "answer")
-    for policy in plan.policies:
+    for policy in request.policies:
         block = policy.shape(progress, block)
     assert 1 <= block.cap <= model.block, block
     return block
 
 
 def _step(
-    model: ModelRunner, plan: DecodeRequest, progress: DecodeProgress, block: Block
+    model: ModelRunner, request: DecodeRequest, progress: DecodeProgress, block: Block
 ) -> tuple[Block, Record, int]:
     """Run one step; return the block as verified, its record, and the number of drafted rows."""
-    proposal = plan.proposer.propose(model, progress, block)
+    proposal = request.proposer.propose(model, progress, block)
     before = proposal.calls
     if block.look is not None:
         block, before = _look(model, block, block.look, before), ()
     block = block.holding(proposal.drafted, model.block)
-    after = plan.proposer.observe(model, block)
-    return block, model.step(block, before, after, plan.stop), proposal.drafted
+    after = request.proposer.observe(model, block)
+    return block, model.step(block, before, after, request.stop), proposal.drafted
 
 
 def _look(model: ModelRunner, block: Block, look: DraftInspection, before: Sequence[Call]) -> Block:
@@ -197,32 +204,3 @@ def visible_tokens(
         if completion >= max_tokens:
             return tuple(shown), "length"
     return tuple(shown), ""
-
-
-def check_request(
-    model: ModelRunner, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]
-) -> None:
-    """Refuse a request that could not be finished.
-
-    Raises:
-        RequestError: naming the field, the rule and the value.
-    """
-    vocab = model.manifest.target.vocab
-    if not prompt:
-        raise RequestError("prompt must have at least one token (got none)")
-    for i, token in enumerate(prompt):
-        if not 0 <= token < vocab:
-            raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
-    if max_tokens < 1:
-        raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
-    need = len(prompt) + max_tokens
-    if need > model.limit:
-        raise RequestError(
-            f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
-            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})"
-        )
-    slots = model.graphs["accept"].inputs["stop"].at({})[0]
-    if len(stop) > slots:
-        raise RequestError(f"stop must hold at most {slots} ids (got {len(stop)})")
-    if wrong := [token for token in stop if not 0 <= token < vocab]:
-        raise RequestError(f"stop must be ids 0 to {vocab - 1} (got {wrong[0]})")

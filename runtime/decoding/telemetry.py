@@ -8,46 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
+from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, BlockPhase, Reason
+from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
 
 CloseKind = Literal["", "natural", "soft", "hard"]
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Speculation of one request."""
-
-    cycles: int
-    """Verify steps."""
-    drafted: int
-    """Tokens drafted."""
-    accepted: int
-    """Drafted tokens that were committed."""
-    accept_len: float
-    """Committed tokens per cycle, including the target's own one."""
-    accept_hist: tuple[int, ...]
-    """[R] number of cycles that committed 1, 2, ... R tokens."""
-    accepted_per_position: tuple[int, ...]
-    """[R - 1] how often the draft at this position was committed."""
-    forced: int
-    """Committed tokens that a grammar or a budget forced."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Times of one request, ms."""
-
-    prefill_ms: float
-    ttft_ms: float
-    """Time to the first committed token."""
-    decode_ms: float
-    """From the end of the prefill to the end of the request."""
-    e2e_ms: float
-    tok_s: float
-    """Committed tokens per second of decoding."""
-    phases_ms: Mapping[str, float]
-    """Time inside each graph; `host` is the rest of e2e_ms. Empty if it could not be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +53,20 @@ class BlockNote:
     """Number of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReport:
     """Telemetry of one request."""
 
     finish: str
     completion_tokens: int
     """Tokens committed after the prompt, a stop token included."""
-    cached_tokens: int
-    """Prompt tokens that came from a prefix and were not read again."""
-    spec: Spec
+    usage: Usage
     timings: Timings
+    """Without queue_ms, grammar_ms and energy_j, which only a server knows."""
+    phases_ms: Mapping[str, float]
+    """Time inside each graph, ms; `host` is the rest of e2e_ms. Empty if it could not be asked for.
+    """
+    spec: Speculation
     phases: Mapping[BlockPhase, PhaseTotals]
     """The phases that the answer went through."""
     close: CloseKind
@@ -119,6 +87,8 @@ class RequestMeter:
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
+    first_answer: float = 0.0
+    """When a block committed the first token after the thinking."""
     last: float = 0.0
     """When the last block was committed, or the prefill ended."""
     cycles: int = 0
@@ -170,40 +140,58 @@ class RequestMeter:
         else:
             notes.append(BlockNote(reason.what, reason.why, self.cycles))
 
+    def answered(self, tokens: int) -> None:
+        """Note that `tokens` of the answer are committed, those of the last block included."""
+        if tokens and not self.first_answer:
+            self.first_answer = self.last
+
     def report(
-        self, finish: str, completion: int, busy: Mapping[str, float] | None
+        self,
+        finish: str,
+        progress: DecodeProgress,
+        emitted: int,
+        busy: Mapping[str, float] | None,
     ) -> RequestReport:
-        """Return the totals. `busy`: as the field, now; None if it could not be asked for."""
+        """Return the totals of a request of which `emitted` tokens were yielded. `busy`: as the
+        field, now; None if it could not be asked for.
+        """
         now = time.perf_counter()
         prefilled = self.prefilled or now
-        decode = max(now - prefilled, 1e-9)
         phases: dict[str, float] = {}
         if busy is not None:
             phases = {name: 1e3 * (busy[name] - self.busy.get(name, 0.0)) for name in busy}
             # Up to now, like `busy`: the last step may have committed nothing.
             phases["host"] = 1e3 * (now - self.start) - sum(phases.values())
+        completion = len(progress.tokens)
+        thinking = min(progress.thinking_tokens, emitted)
         return RequestReport(
-            finish,
-            completion,
-            self.cached,
-            Spec(
-                self.cycles,
-                self.drafted,
-                sum(self.by_position),
-                completion / self.cycles if self.cycles else 0.0,
-                tuple(self.hist),
-                tuple(self.by_position),
-                self.forced,
+            finish=finish,
+            completion_tokens=completion,
+            usage=Usage(
+                prompt_tokens=len(progress.prompt),
+                cached_tokens=self.cached,
+                thinking_tokens=thinking,
+                output_tokens=emitted - thinking,
             ),
-            Timings(
-                1e3 * (prefilled - self.start),
-                1e3 * (self.first - self.start) if self.first else 0.0,
-                1e3 * (now - prefilled),
-                1e3 * (now - self.start),
-                completion / decode,
-                {name: ms for name, ms in phases.items() if ms},
+            timings=Timings(
+                prefill_ms=1e3 * (prefilled - self.start),
+                ttft_ms=1e3 * (self.first - self.start) if self.first else 0.0,
+                ttfa_ms=1e3 * (self.first_answer - self.start) if emitted > thinking else None,
+                decode_ms=1e3 * (now - prefilled),
+                e2e_ms=1e3 * (now - self.start),
+                tok_s=rate(emitted, 1e3 * (now - prefilled)),
             ),
-            self.parts,
-            self.close,
-            tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
+            phases_ms={name: ms for name, ms in phases.items() if ms},
+            spec=Speculation(
+                cycles=self.cycles,
+                drafted=self.drafted,
+                accepted=sum(self.by_position),
+                accept_len=completion / self.cycles if self.cycles else 0.0,
+                forced=self.forced,
+                accept_hist=tuple(self.hist),
+                accepted_per_position=tuple(self.by_position),
+            ),
+            phases=self.parts,
+            close=self.close,
+            notes=tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

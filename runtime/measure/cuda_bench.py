@@ -279,13 +279,19 @@ class CudaBench:
     def loop(self, prompt: int, cycles: int) -> LoopTiming:
         """Time cycles of the real loop."""
         ids = tuple(self._ids(2, prompt).tolist())
-        plan = DecodeRequest(
-            prompt=ids, max_tokens=10**6, stop=(), proposer=DflashDrafter(), policies=()
+        most = 10**6
+        request = DecodeRequest(
+            prompt=ids,
+            max_tokens=most,
+            max_answer=most,
+            stop=(),
+            proposer=DflashDrafter(),
+            policies=(),
         )
         meter = RequestMeter(self.model.block, self.engine.busy())
         clock: list[float] = []
         graph: list[float] = []
-        chunks = decode(self.model, plan, DecodeProgress(ids), meter)
+        chunks = decode(self.model, request, DecodeProgress(ids), meter)
         for chunk in chunks:
             if not chunk.tokens:
                 continue

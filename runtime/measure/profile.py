@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.telemetry import RequestReport, Spec
+from thor_dflash.core.results import Speculation
+from thor_dflash.runtime.decoding.telemetry import RequestReport
 
 UNSTEADY = 0.025
 """Coefficient of variation above which a median is unreliable. Source: trtexec warns above it."""
@@ -195,7 +196,7 @@ class Profile:
     times: Mapping[str, Spread]
     """ttft_ms, prefill_ms, cycle_ms, each_ms (every cycle by the clock), e2e_ms; tok_s."""
     phases: Mapping[str, ProfilePhase]
-    spec: Spec
+    spec: Speculation
     """Of the last run."""
     timeline: tuple[StepEnd, ...]
     """Of the last run."""
@@ -319,10 +320,10 @@ def _cycle_ms(report: RequestReport) -> float:
 
 def _phases(reports: Sequence[RequestReport]) -> dict[str, ProfilePhase]:
     whole = sum(r.timings.e2e_ms for r in reports) or 1.0
-    names = dict.fromkeys(name for r in reports for name in r.timings.phases_ms)
+    names = dict.fromkeys(name for r in reports for name in r.phases_ms)
     found: dict[str, ProfilePhase] = {}
     for name in sorted(names, key=lambda n: (n == HOST, not n.startswith(PROMPT))):
-        each = [r.timings.phases_ms.get(name, 0.0) for r in reports]
+        each = [r.phases_ms.get(name, 0.0) for r in reports]
         shares = [ms / max(1, r.spec.cycles) for ms, r in zip(each, reports, strict=True)]
         once = name == HOST or name.startswith(PROMPT)
         cycle = 0.0 if once else statistics.median_low(shares)
@@ -341,16 +342,18 @@ def _drift(soak: Sequence[Stretch]) -> list[str]:
 
 
 def _warnings(times: Mapping[str, Spread], runs: Sequence[ProfileRun], failed: str) -> list[str]:
-    told: list[str] = []
+    warnings: list[str] = []
     if (variation := times["cycle_ms"].variation) > UNSTEADY:
-        told.append(
+        warnings.append(
             f"a cycle varies by {variation:.2%} from run to run, more than {UNSTEADY:.1%}: "
             "something else runs here, or clocks are not fixed (see `thor-dflash doctor`)"
         )
     if len({run.tokens for run in runs}) > 1:
-        told.append("runs gave different answers: the gate chooses by the clock, or this is a bug")
+        warnings.append(
+            "runs gave different answers: the gate chooses by the clock, or this is a bug"
+        )
     if runs[-1].report.finish == "length":
-        told.append("the answer was cut by decode.max_tokens")
+        warnings.append("the answer was cut by decode.max_tokens")
     if failed:
-        told.append(f"power and temperature are not of all answers: {failed}")
-    return told
+        warnings.append(f"power and temperature are not of all answers: {failed}")
+    return warnings

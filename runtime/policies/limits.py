@@ -1,4 +1,4 @@
-"""max_tokens: the last block is capped so that no more tokens than that are committed."""
+"""max_tokens and max_answer: the last block is capped so that no more tokens are committed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """max_tokens: caps the last block so that no more tokens than that are committed."""
+    """Caps the last block."""
 
     max_tokens: int
+    """Of thinking and answer together."""
+    max_answer: int
+    """Without the thinking."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
-        return block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
+        block = block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
+        # A block that closes the thinking has at least one row before the answer.
+        left = self.max_answer - progress.answer_tokens + progress.thinking
+        return block.capped(left, "max_answer")
 
     def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """See Policy."""

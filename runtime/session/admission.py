@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from thor_dflash.config.decode import (
@@ -22,8 +23,9 @@ from thor_dflash.runtime.decoding.block import AcceptRule, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
-from thor_dflash.runtime.grammar.policy import leads
+from thor_dflash.runtime.grammar.policy import Constrain, Place, leads
 from thor_dflash.runtime.policies.effort import TokenLimits, resolve_limits
+from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
@@ -39,6 +41,9 @@ class Request:
 
     prompt: tuple[int, ...]
     max_tokens: int
+    """Of thinking and answer together."""
+    max_answer: int | None = None
+    """Of the answer, not counting the thinking before it; None: as max_tokens."""
     stop: frozenset[int] = frozenset()
     drafter: Literal["dflash", "none"] = "dflash"
     grammar: Grammar | None = None
@@ -50,47 +55,89 @@ class Request:
     draft: DraftConfig = NO_DRAFT_LIMITS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """How a request will be answered."""
+    """A request that was checked, with its options resolved. Answering it does not change it."""
 
+    prompt: tuple[int, ...]
     max_tokens: int
+    """Of thinking, its closing message and answer together."""
+    max_answer: int
+    """Without the thinking."""
+    stop: tuple[int, ...]
     proposer: Proposer
-    policies: tuple[Policy, ...]
+    budget: ThinkingBudget | None = None
+    gate: StepCosts | None = None
+    """The measured costs that decide whether to draft; None: always."""
+    relaxed: RelaxedThinking | None = None
+    grammar: Grammar | None = None
+    thinks: bool = False
+    """Whether the prompt ends inside a thinking block."""
+
+    def with_budget(self, tokens: int) -> Admitted:
+        """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""
+        if self.budget is None or (cut := self.budget.limit - tokens) <= 0:
+            return self
+        budget = replace(self.budget, limit=tokens)
+        return replace(self, max_tokens=self.max_tokens - cut, budget=budget)
+
+    def policies(self) -> tuple[Policy, ...]:
+        """The policies of one run, in the order in which they shape a block."""
+        made: list[Policy] = []
+        if self.budget is not None:
+            made.append(replace(self.budget))
+        if self.gate is not None:
+            made.append(SpeculationGate(self.gate, time.perf_counter, GateRule()))
+        if self.relaxed is not None:
+            made.append(self.relaxed)
+        if self.grammar is not None:
+            made.append(Constrain(self.grammar, Place(thinking=self.thinks)))
+        return (*made, TokenLimit(self.max_tokens, self.max_answer))
 
 
 class Admission:
-    """Admits requests to one session. Keeps measured costs and tokenised texts between requests."""
+    """Admits requests to one session, on any thread. Keeps measured costs and tokenised messages
+    between requests.
+    """
 
-    def __init__(
-        self, model: ModelRunner, tokenizer: Tokenizer | None, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, model: ModelRunner, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._clock = clock
         self._costs = StepCosts()
         self._messages: dict[str, tuple[int, ...]] = {}
 
     def admit(self, request: Request) -> Admitted:
-        """Decide how to answer.
+        """Check a request and decide how to answer it.
 
         Raises:
-            RequestError: the options contradict each other, or do not suit this package.
+            RequestError: it does not fit, its options contradict each other, or they do not suit
+                this package.
         """
         proposer = self._proposer(request)
-        policies: list[Policy] = []
-        max_tokens = request.max_tokens
+        tokenizer = self._tokenizer
+        thinks = Thinking(tokenizer.marks if tokenizer else None, request.prompt).inside
+        budget, max_tokens = None, request.max_tokens
         if _budgeted(request.budget):
-            marks = self._marks("a thinking budget")
-            if Thinking(marks, request.prompt).inside:
-                found, budget = self._budget(request)
-                max_tokens = found.total
-                policies.append(budget)
-        if request.gate:
-            policies.append(SpeculationGate(self._costs, self._clock, GateRule()))
-        if request.relaxed is not None:
-            policies.append(self._relaxed(request, request.relaxed))
-        return Admitted(max_tokens, proposer, tuple(policies))
+            self._marks("a thinking budget")
+            if thinks:
+                limits, budget = self._budget(request)
+                max_tokens = limits.total
+        relaxed = None if request.relaxed is None else self._relaxed(request, request.relaxed)
+        _check_stop(request)
+        stop = tuple(sorted(request.stop))
+        check_request(self._model, request.prompt, max_tokens, stop)
+        return Admitted(
+            prompt=request.prompt,
+            max_tokens=max_tokens,
+            max_answer=request.max_answer or max_tokens,
+            stop=stop,
+            proposer=proposer,
+            budget=budget,
+            gate=self._costs if request.gate else None,
+            relaxed=relaxed,
+            grammar=request.grammar,
+            thinks=thinks,
+        )
 
     def _marks(self, what: str) -> Marks:
         marks = self._tokenizer.marks if self._tokenizer else None
@@ -220,3 +267,42 @@ def _budgeted(config: BudgetConfig) -> bool:
             "sets a budget (got soft)"
         )
     return asked
+
+
+def _check_stop(request: Request) -> None:
+    """Refuse a request whose stop ids lack one that its grammar ends with."""
+    grammar = request.grammar
+    if grammar is not None and (missing := grammar.vocabulary.stop - request.stop):
+        raise RequestError(
+            "stop must hold every stop id of the package if there is a grammar "
+            f"(got none of {sorted(missing)})"
+        )
+
+
+def check_request(
+    model: ModelRunner, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]
+) -> None:
+    """Refuse a request that could not be finished.
+
+    Raises:
+        RequestError: naming the field, the rule and the value.
+    """
+    vocab = model.manifest.target.vocab
+    if not prompt:
+        raise RequestError("prompt must have at least one token (got none)")
+    for i, token in enumerate(prompt):
+        if not 0 <= token < vocab:
+            raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
+    need = len(prompt) + max_tokens
+    if need > model.limit:
+        raise RequestError(
+            f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
+            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})"
+        )
+    slots = model.graphs["accept"].inputs["stop"].at({})[0]
+    if len(stop) > slots:
+        raise RequestError(f"stop must hold at most {slots} ids (got {len(stop)})")
+    if wrong := [token for token in stop if not 0 <= token < vocab]:
+        raise RequestError(f"stop must be ids 0 to {vocab - 1} (got {wrong[0]})")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError, OutOfMemory, PackageError, RequestError
@@ -17,7 +15,7 @@ from thor_dflash.core.progress import amount
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
-from thor_dflash.runtime.decoding.loop import DecodeRequest, TokenChunk, check_request, decode
+from thor_dflash.runtime.decoding.loop import DecodeRequest, TokenChunk, decode
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposer
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
@@ -25,12 +23,10 @@ from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
-from thor_dflash.runtime.grammar.policy import Constrain, Place
 from thor_dflash.runtime.grammar.schema import JsonSchema
-from thor_dflash.runtime.policies.limits import TokenLimit
-from thor_dflash.runtime.session.admission import Admission, Request
+from thor_dflash.runtime.session.admission import Admission, Admitted, Request, check_request
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
-from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
 
@@ -55,13 +51,18 @@ class Session:
         self.prefixes = PrefixCache(model)
         """Stored states that requests continue from. The longest one matching a prompt is used."""
         self._grammars: Grammars | None = None
-        self._admission = Admission(model, tokenizer, time.perf_counter)
+        self._admission = Admission(model, tokenizer)
         self._report: RequestReport | None = None
 
     @property
     def manifest(self) -> Manifest:
         """The package's manifest."""
         return self.model.manifest
+
+    @property
+    def drafter(self) -> Literal["dflash", "none"]:
+        """The default of a request's drafter: the package's, if it has one."""
+        return "dflash" if self.manifest.drafter else "none"
 
     def grammar(self, schema: str | Mapping[str, Any] | JsonSchema) -> Grammar:
         """Compile a JSON schema, or return it from the cache. Thread-safe.
@@ -81,45 +82,24 @@ class Session:
             self._grammars = Grammars(self.tokenizer, manifest.vocab_limit, manifest.stop_tokens)
         return self._grammars.compile(schema)
 
-    def generate(self, request: Request) -> Iterator[TokenChunk]:
-        """Answer one request. Close the iterator to cancel.
+    def admit(self, request: Request) -> Admitted:
+        """Check a request and resolve its options, without starting it. Thread-safe.
 
         Raises:
-            RequestError: at the call; the request does not fit this session, nothing was decoded.
+            RequestError: it does not fit this session.
+        """
+        return self._admission.admit(request)
+
+    def generate(self, request: Request | Admitted) -> Iterator[TokenChunk]:
+        """Answer one request, which is admitted first unless it has been. Close the iterator to
+        cancel.
+
+        Raises:
+            RequestError: at the call, as `admit`; nothing was decoded.
             ModelFault: while iterating; the model had no usable choice.
         """
-        admitted = self._admission.admit(request)
-        return self.run(
-            replace(request, max_tokens=admitted.max_tokens),
-            admitted.proposer,
-            (*admitted.policies, *self.constrain(request)),
-        )
-
-    def check(self, request: Request) -> None:
-        """Validate a request without starting it. Thread-safe.
-
-        Raises:
-            RequestError: as `generate`.
-        """
-        admitted = self._admission.admit(request)
-        self.constrain(request)
-        check_request(self.model, request.prompt, admitted.max_tokens, tuple(request.stop))
-
-    def constrain(self, request: Request) -> tuple[Policy, ...]:
-        """Return the policy for the request's grammar, or an empty tuple if it has none.
-
-        Raises:
-            RequestError: the request's stop ids lack one that the grammar ends with.
-        """
-        grammar, tokenizer = request.grammar, self.tokenizer
-        if grammar is None or tokenizer is None:
-            return ()
-        if missing := grammar.vocabulary.stop - request.stop:
-            raise RequestError(
-                "stop must hold every stop id of the package if there is a grammar "
-                f"(got none of {sorted(missing)})"
-            )
-        return (Constrain(grammar, Place(thinking=open_at_end(tokenizer, request.prompt))),)
+        admitted = self.admit(request) if isinstance(request, Request) else request
+        return self._answer(admitted, admitted.policies())
 
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
@@ -129,33 +109,47 @@ class Session:
         """
         stop = tuple(sorted(request.stop))
         check_request(self.model, request.prompt, request.max_tokens, stop)
-        plan = DecodeRequest(
+        admitted = Admitted(
             prompt=request.prompt,
             max_tokens=request.max_tokens,
+            max_answer=request.max_answer or request.max_tokens,
             stop=stop,
             proposer=proposer,
-            policies=(*policies, TokenLimit(request.max_tokens)),
-            marks=self.tokenizer.marks if self.tokenizer else None,
-            prefix=self.prefixes.use(request.prompt),
         )
-        return self._answer(plan)
+        return self._answer(admitted, (*policies, *admitted.policies()))
 
-    def _answer(self, plan: DecodeRequest) -> Iterator[TokenChunk]:
+    def _answer(self, admitted: Admitted, policies: tuple[Policy, ...]) -> Iterator[TokenChunk]:
+        request = DecodeRequest(
+            prompt=admitted.prompt,
+            max_tokens=admitted.max_tokens,
+            max_answer=admitted.max_answer,
+            stop=admitted.stop,
+            proposer=admitted.proposer,
+            policies=policies,
+            marks=self.tokenizer.marks if self.tokenizer else None,
+            # Now, not at the first step: the state stays reachable if the prefix is dropped.
+            prefix=self.prefixes.use(admitted.prompt),
+        )
+        return self._chunks(request)
+
+    def _chunks(self, request: DecodeRequest) -> Iterator[TokenChunk]:
         engine, self._report = self.model.engine, None
-        cached = plan.prefix.length if plan.prefix else 0
+        cached = request.prefix.length if request.prefix else 0
         with self.model.alone:
             meter = RequestMeter(self.model.block, engine.busy(), cached)
-        progress, finish = DecodeProgress(plan.prompt, plan.marks), "cancelled"
+        progress, finish = DecodeProgress(request.prompt, request.marks), "cancelled"
+        emitted = 0
         try:
-            for chunk in decode(self.model, plan, progress, meter):
+            for chunk in decode(self.model, request, progress, meter):
                 finish = chunk.finish or finish
+                emitted += len(chunk.tokens)
                 yield chunk
         except Exception:
             finish = "error"
             raise
         finally:
             busy = self._busy()
-            self._report = meter.report(finish, len(progress.tokens), busy)
+            self._report = meter.report(finish, progress, emitted, busy)
 
     def _busy(self) -> Mapping[str, float] | None:
         """Engine seconds by graph; None if another thread's step does not end. An abandoned request

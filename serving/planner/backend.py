@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.session.admission import Admitted
 
 StopReason = Literal["cancelled", "preempted", "deadline"]
 
@@ -28,8 +32,8 @@ class Prepared:
     """Whether the prompt opens the thinking block."""
     checker: SchemaValidator | None
     """Validates the plan against its schema, if it has one."""
-    grammar: object
-    """The compiled schema, or None. Its type is known only to the backend that made it."""
+    admitted: Admitted | None
+    """The request as the session has admitted it; None without a session."""
     grammar_ms: float
     min_ms: float
     """Least time this request takes, ms."""
@@ -167,25 +171,44 @@ class Backend(Protocol):
         ...
 
 
+def deadline_of(request: messages.PlanRequest, arrived: float) -> float | None:
+    """Return when a request that arrived at `arrived` must be answered; monotonic, s."""
+    return None if request.deadline_ms is None else arrived + 1e-3 * request.deadline_ms
+
+
+def left_ms(deadline: float | None) -> float | None:
+    """Return the ms until a deadline (monotonic, s); None without one."""
+    return None if deadline is None else 1e3 * (deadline - time.monotonic())
+
+
 def drive(
     run: PlanRun,
-    stopped: Callable[[], StopReason | None],
-    emit: Callable[[messages.Chunk], None],
+    deadline: float | None = None,
+    stopped: Callable[[], StopReason | None] = lambda: None,
     stepped: Callable[[messages.Phase], None] = lambda phase: None,
-) -> messages.Result:
-    """Take a run to its end, calling `stopped` before every step and `stepped` after it.
+) -> Generator[messages.Chunk | messages.Result]:
+    """Take a run to its end: yield its chunks, then its result. Close the iterator to end it early.
+
+    Args:
+        run: Closed at the end, however it comes.
+        deadline: Monotonic, s.
+        stopped: Called before every step; why the run is to end now, if it is.
+        stepped: Called after every step.
 
     Raises:
         ThorError: the engine or the model failed.
     """
     try:
         while not run.done:
-            if why := stopped():
-                return run.result(why)
+            why = stopped()
+            if why is None and deadline is not None and time.monotonic() >= deadline:
+                why = "deadline"
+            if why is not None:
+                yield run.result(why)
+                return
             chunks = run.step()
             stepped(run.phase)
-            for chunk in chunks:
-                emit(chunk)
-        return run.result(None)
+            yield from chunks
+        yield run.result(None)
     finally:
         run.close()

@@ -31,14 +31,14 @@ class ChunkWriter:
         """Return the chunks for the pieces of one cycle; `tokens` is the total committed so far."""
         if not (self._text or self._progress or self._steps):
             return []
-        said = list(pieces)
-        chunks = [chunk for piece in said for chunk in self._say(piece)]
-        if self._progress and said:
-            phase: messages.Phase = "thinking" if said[-1].thinking else "answer"
+        pieces = list(pieces)
+        chunks = [chunk for piece in pieces for chunk in self._piece(piece)]
+        if self._progress and pieces:
+            phase: messages.Phase = "thinking" if pieces[-1].thinking else "answer"
             chunks.append(messages.Chunk(kind="progress", phase=phase, tokens=tokens))
         return chunks
 
-    def _say(self, piece: TextPiece) -> list[messages.Chunk]:
+    def _piece(self, piece: TextPiece) -> list[messages.Chunk]:
         text = "" if piece.thinking and piece.text in MARKS else piece.text
         if not self._begun[piece.thinking]:
             # As in the result: drop the blank lines that the chat template puts before the

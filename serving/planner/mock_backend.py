@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
+from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.serving.planner import result as outcome
@@ -46,11 +47,11 @@ def _tokens(request: messages.PlanRequest | messages.Validate) -> int:
     return sum(len(words(turn or "")) for turn in turns)
 
 
-def _spec(tokens: int) -> messages.Spec:
+def _spec(tokens: int) -> Speculation:
     """Return the statistics of a drafter that is always right."""
     sizes = [min(PER_CYCLE, tokens - at) for at in range(0, tokens, PER_CYCLE)]
     cycles = len(sizes)
-    return messages.Spec(
+    return Speculation(
         cycles=cycles,
         drafted=(PER_CYCLE - 1) * cycles,
         accepted=tokens - cycles,
@@ -75,11 +76,11 @@ class MockBackend:
     """See backend.Backend."""
 
     def __init__(
-        self, config: ServeConfig, cycle_s: float = 0.0, shelf: PrefixStore | None = None
+        self, config: ServeConfig, cycle_s: float = 0.0, store: PrefixStore | None = None
     ) -> None:
-        """Hold the lock of the shelf, if there is one, as a real backend does; store nothing."""
+        """Hold the lock of the prefix directory, as a real backend does, but store nothing."""
         self.config = config
-        self._shelf = shelf
+        self._store = store
         self.cycle_s = cycle_s
         """Time of a step, s."""
         ms = 1e3 * cycle_s
@@ -141,7 +142,7 @@ class MockBackend:
             budget=budget,
             thinks=budget > 0,
             checker=None if schema is None else _checker(schema),
-            grammar=None,
+            admitted=None,
             grammar_ms=0.0,
             min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
         )
@@ -200,8 +201,8 @@ class MockBackend:
 
     def close(self) -> None:
         """See Backend."""
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._store is not None:
+            self._store.close()
 
 
 class MockPlanRun:
@@ -217,9 +218,9 @@ class MockPlanRun:
         self._script += [TextPiece(w, thinking=False) for w in answer[: prepared.max_tokens]]
         self._cut = len(answer) > prepared.max_tokens
         self._thought = len(thought)
-        self._speech = ChunkWriter(prepared.ask.stream)
+        self._writer = ChunkWriter(prepared.ask.stream)
         self._prompt_done = prepared.cached
-        self._said = 0
+        self._emitted = 0
         self._start = time.perf_counter()
         self._firsts: dict[bool, float] = {}
         """Time of the first thinking token (True) and of the first answer token (False), ms since
@@ -228,14 +229,14 @@ class MockPlanRun:
     @property
     def done(self) -> bool:
         """See Run."""
-        return self._said == len(self._script)
+        return self._emitted == len(self._script)
 
     @property
     def phase(self) -> messages.Phase:
         """See Run."""
-        if not self._said:
+        if not self._emitted:
             return "prefill"
-        return "thinking" if self._script[self._said - 1].thinking else "answer"
+        return "thinking" if self._script[self._emitted - 1].thinking else "answer"
 
     def step(self) -> Sequence[messages.Chunk]:
         """See Run."""
@@ -243,56 +244,56 @@ class MockPlanRun:
             time.sleep(self._cycle_s)
         if self._prompt_done < len(self._prepared.prompt):
             self._prompt_done += CHUNK
-            return self._speech.prefill(min(self._prompt_done, len(self._prepared.prompt)))
-        pieces = self._script[self._said : self._said + PER_CYCLE]
-        self._said += len(pieces)
+            return self._writer.prefill(min(self._prompt_done, len(self._prepared.prompt)))
+        pieces = self._script[self._emitted : self._emitted + PER_CYCLE]
+        self._emitted += len(pieces)
         for piece in pieces:
             self._firsts.setdefault(piece.thinking, self._ms())
         self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
-        return self._speech.cycle(pieces, self._said)
+        return self._writer.cycle(pieces, self._emitted)
 
     def result(self, stop: StopReason | None) -> messages.Result:
         """See Run."""
-        said = self._script[: self._said]
+        pieces = self._script[: self._emitted]
         texts = {
-            kind: "".join(p.text for p in said if p.thinking is kind) for kind in (True, False)
+            kind: "".join(p.text for p in pieces if p.thinking is kind) for kind in (True, False)
         }
-        thinking = sum(piece.thinking for piece in said)
+        thinking = sum(piece.thinking for piece in pieces)
         decoded = outcome.Decoded(
             finish=stop or ("length" if self._cut else "stop"),
             text=texts[False].rstrip(" "),
             thinking=texts[True],
-            tokens=tuple(range(self._said)),
-            usage=messages.Usage(
+            tokens=tuple(range(self._emitted)),
+            usage=Usage(
                 prompt_tokens=len(self._prepared.prompt),
                 cached_tokens=self._prepared.cached,
                 thinking_tokens=thinking,
-                output_tokens=len(said) - thinking,
+                output_tokens=len(pieces) - thinking,
             ),
             timings=self._timings(),
-            spec=_spec(self._said),
+            spec=_spec(self._emitted),
             closed=self._closed(),
         )
         return outcome.result(self._prepared, decoded)
 
     def _closed(self) -> Literal["", "natural", "hard"]:
-        if not self._thought or self._said <= self._thought:
+        if not self._thought or self._emitted <= self._thought:
             return ""
         return "natural" if self._thought == len(words(THINKING)) else "hard"
 
-    def _timings(self) -> messages.Timings:
+    def _timings(self) -> Timings:
         e2e = self._ms()
         if not self._firsts:
-            return messages.Timings(e2e_ms=e2e)
+            return Timings(e2e_ms=e2e)
         first = min(self._firsts.values())
         decode = e2e - first
-        return messages.Timings(
+        return Timings(
             prefill_ms=first,
             ttft_ms=first,
             ttfa_ms=self._firsts.get(False),
             decode_ms=decode,
             e2e_ms=e2e,
-            tok_s=1e3 * (self._said - 1) / decode if decode else 0.0,
+            tok_s=rate(self._emitted, decode),
         )
 
     def _ms(self) -> float:

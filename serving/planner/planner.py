@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from types import TracebackType
 from typing import Protocol, Self
 
 from msgspec import structs
 
 from thor_dflash.core.errors import PlanError, ThorError
-from thor_dflash.serving.planner.backend import Backend, PlanRun, StopReason
+from thor_dflash.serving.planner.backend import (
+    Backend,
+    Prepared,
+    StopReason,
+    deadline_of,
+    drive,
+    left_ms,
+)
 from thor_dflash.serving.planner.latency_model import TRIAL, LatencyModel
 from thor_dflash.serving.planner.result import asked
 from thor_dflash.serving.protocol import messages, validation
@@ -72,45 +80,31 @@ class LocalPlanner:
         """See Planner."""
         validation.check(ask)
         begun = time.monotonic()
-        left = left_of(ask, begun)
-        prepared = self._backend.prepare(ask, left())
+        deadline = deadline_of(ask, begun)
+        prepared = self._backend.prepare(ask, left_ms(deadline))
         spent_ms = 1e3 * (time.monotonic() - begun)
-        admit(prepared.min_ms, left(), self._backend.rates, spent_ms=spent_ms)
-        return _events(lambda: self._backend.start(prepared, left()), left, ask)
+        admit(prepared.min_ms, left_ms(deadline), self._backend.rates, spent_ms=spent_ms)
+        return self._events(prepared, deadline)
+
+    def _events(self, prepared: Prepared, deadline: float | None) -> Iterator[messages.Event]:
+        ask = prepared.ask
+        # Started here: closing an iterator that was never asked for an event runs none of this.
+        run = self._backend.start(prepared, left_ms(deadline))
+        try:
+            with closing(drive(run, deadline)) as events:
+                for seq, event in enumerate(events):
+                    numbered = structs.replace(event, id=ask.id, seq=seq)
+                    if isinstance(numbered, messages.Result):
+                        numbered = asked(final(numbered, ask), ask)
+                    yield numbered
+        except PlanError:
+            raise
+        except ThorError as e:
+            raise PlanError("engine_fault", str(e)) from e
 
     def close(self) -> None:
         """See Planner."""
         self._backend.close()
-
-
-def _events(
-    start: Callable[[], PlanRun], left: Callable[[], float | None], ask: messages.PlanRequest
-) -> Iterator[messages.Event]:
-    # Started here, since closing an iterator that was never asked for an event runs none of this.
-    run, seq = start(), 0
-    try:
-        while not run.done:
-            if (ms := left()) is not None and ms <= 0:
-                break
-            for chunk in run.step():
-                yield structs.replace(chunk, id=ask.id, seq=seq)
-                seq += 1
-        result = run.result(None if run.done else "deadline")
-    except ThorError as e:
-        raise PlanError("engine_fault", str(e)) from e
-    finally:
-        run.close()
-    yield asked(final(structs.replace(result, id=ask.id, seq=seq), ask), ask)
-
-
-def left_of(ask: messages.PlanRequest, arrived: float) -> Callable[[], float | None]:
-    """Return a function that tells how many ms are left for an ask that arrived at `arrived`
-    (monotonic, s); None without a deadline.
-    """
-    deadline = ask.deadline_ms
-    if deadline is None:
-        return lambda: None
-    return lambda: deadline - 1e3 * (time.monotonic() - arrived)
 
 
 def admit(

@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.serving.planner.backend import Prepared
 from thor_dflash.serving.planner.partial_json import close_partial, read_object
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
@@ -22,9 +23,9 @@ class Decoded:
     """The answer, without the thinking."""
     thinking: str
     tokens: tuple[int, ...]
-    usage: messages.Usage
-    timings: messages.Timings
-    spec: messages.Spec | None
+    usage: Usage
+    timings: Timings
+    spec: Speculation | None
     closed: Literal["", "natural", "soft", "hard"] = ""
     """How the thinking ended."""
 

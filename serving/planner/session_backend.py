@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from thor_dflash.config.build import CLOSING_MESSAGE
 from thor_dflash.config.decode import NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import CompilerBusy, ModelFault, PlanError, RequestError
+from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
@@ -21,7 +19,7 @@ from thor_dflash.runtime.measure.power import find_sensors
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
-from thor_dflash.serving.planner import startup_checks
+from thor_dflash.serving.planner import self_test, startup_checks
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.power_meter import PowerMeter
@@ -32,12 +30,6 @@ from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 
-SELF_TEST = "Self-test: put the cup on the table, then bring the plate to the kitchen."
-SELF_TOKENS = 48
-"""Tokens the self-test decodes three times: at least three blocks, about a second on a Thor."""
-SELF_ANSWER = 8
-"""Tokens of the self-test's answer under a schema."""
-SELF_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
@@ -52,25 +44,26 @@ class SessionBackend:
         session: Session,
         config: ServeConfig,
         log: Callable[[str], None] = print,
-        shelf: PrefixStore | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
-        """Take over a session and, if prefixes can be persisted, the shelf that stores them.
+        """Take over a session and, if prefixes can be persisted, the directory that stores them.
 
         Raises:
             RequestError: the package has no tokenizer.
         """
-        assert (shelf is not None) == bool(config.prefix_dir), "what was promised to persist does"
+        assert (store is not None) == bool(config.prefix_dir), "what was promised to persist does"
         if session.tokenizer is None:
             raise RequestError("a package to serve must have a tokenizer.json (got one without)")
         self.session = session
         self.tokenizer: Tokenizer = session.tokenizer
         self.config = config
         self._log = log
-        self._shelf = shelf
+        self._store = store
         self._skipped: tuple[str, ...] = ()
         session.prefixes.budget = config.prefix_mb << 20
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
+        self._brace = self.tokenizer.encode("{")
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
@@ -106,73 +99,41 @@ class SessionBackend:
             features=(
                 *FEATURES,
                 *(("relaxed_thinking",) if m.drafter else ()),
-                *(("persist",) if self._shelf else ()),
+                *(("persist",) if self._store else ()),
             ),
         )
 
     # --- warming up
 
     def warm(self) -> None:
-        """See Backend. Speculative decoding must give the exact tokens of plain decoding, twice."""
-        model, prompt = self.session.model, self._self_test()
+        """See Backend."""
+        model = self.session.model
+        prompt = self_test.prompt_of(self.session)
         self._check_default()
         limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
         worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
         startup_checks.check_watchdog(self.config.watchdog_s, worst)
         usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
-        count = min(SELF_TOKENS, model.limit - len(prompt))
-        drafted = Request(prompt=prompt, max_tokens=count, drafter=self._drafter())
-        plain = self._decode(replace(drafted, drafter="none"))
-        for _ in range(2):
-            self._rates = LatencyModel(step_sizes=model.step_sizes, worst_step_ms=worst)
+
+        def latency_model() -> LatencyModel:
+            rates = LatencyModel(step_sizes=model.step_sizes, worst_step_ms=worst)
             for ms, rows in usual:
-                self._rates.step(ms, rows)
-            if self._decode(drafted) != plain:
-                raise ModelFault(
-                    "the self-test must decode the same tokens with and without the drafter "
-                    "(got others): the package or the machine is damaged"
-                )
-        if self.session.manifest.stop_tokens:
-            # The first grammar masks of a process take a hundred times as long as later ones.
-            stop = frozenset(self.session.manifest.stop_tokens)
-            grammar = self.session.grammar(SELF_SCHEMA)
-            self._decode(replace(drafted, grammar=grammar, stop=stop, max_tokens=SELF_ANSWER))
-        self._golden = hashlib.sha256(repr(plain).encode()).hexdigest()
+                rates.step(ms, rows)
+            return rates
+
+        self._rates, self._golden = self_test.run(self.session, prompt, latency_model, self._idle_s)
         self._about = self._described()
-        if self._shelf is not None:
-            self._skipped = tuple(self._shelf.load(self.session.prefixes))
+        if self._store is not None:
+            self._skipped = tuple(self._store.load(self.session.prefixes))
             for line in self._skipped:
                 self._log(f"a persisted prefix is left out: {line}")
 
-    def _self_test(self) -> tuple[int, ...]:
-        text = self.tokenizer.render([{"role": "user", "content": SELF_TEST}], True)
-        prompt = tuple(self.tokenizer.encode(text))
-        startup_checks.check_self_test(self.session.model, len(prompt), SELF_ANSWER)
-        return prompt
-
     def _check_default(self) -> None:
         budget = validation.budget_of(wire.PlanRequest(), self.config)
-        prompt, closing = self._opened(validation.messages_of("x", None), budget)
+        prompt = self._prompt(validation.messages_of("x", None), thinking=budget > 0)
         startup_checks.check_answer(
-            self.config.max_tokens, self.session.model, len(prompt), closing
+            self.config.max_tokens, self.session.model, len(prompt), self._close_len(prompt, budget)
         )
-
-    def _drafter(self) -> Any:
-        return "dflash" if self.session.manifest.drafter else "none"
-
-    def _decode(self, request: Request) -> tuple[int, ...]:
-        tokens: list[int] = []
-        last = time.perf_counter()
-        for chunk in self.session.generate(request):
-            now = time.perf_counter()
-            ms = 1e3 * (now - last + self._idle_s)
-            tokens += chunk.tokens
-            if chunk.prompt_done:
-                self._rates.step(ms, chunk.prompt_rows)
-            else:
-                self._rates.cycle(ms, len(chunk.tokens), thinking=False)
-            last = now
-        return tuple(tokens)
 
     # --- requests
 
@@ -185,34 +146,45 @@ class SessionBackend:
         schema = None if given is None else read_schema(given)
         checker = None if schema is None else SchemaValidator(schema)
         grammar = None if schema is None else self._grammar(schema)
-        messages = validation.messages_of(ask.prompt, ask.messages)
-        budget = self._budget(ask, left_ms, messages, max_tokens)
-        prompt, closing = self._opened(messages, budget)
+        prompt, budget = self._thinking_prompt(ask, left_ms, max_tokens)
+        closing = self._close_len(prompt, budget)
         prefix = self._prefix(prompt, ask.prefix_id)
-        room = self.session.model.limit - len(prompt) - max_tokens - closing
-        if room < 0:
-            raise errors.too_long(self.session.model.limit, len(prompt), max_tokens, closing)
+        limit = self.session.model.limit
+        spare = limit - len(prompt) - max_tokens - closing
+        if spare < 0:
+            raise errors.too_long(limit, len(prompt), max_tokens, closing)
         cached = prefix.held if prefix else 0
-        prepared = Prepared(
+        budget = min(budget, spare) if closing else 0
+        reply = max_tokens + closing
+        thinking = BudgetConfig(tokens=budget, reply=reply, message=self._close)
+        request = Request(
+            prompt=prompt,
+            max_tokens=budget + reply,
+            max_answer=max_tokens,
+            stop=frozenset(self.session.manifest.stop_tokens),
+            drafter=self.session.drafter,
+            grammar=grammar,
+            budget=thinking if closing else NO_BUDGET,
+            relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
+        )
+        try:
+            admitted = self.session.admit(request)  # now, before this plan displaces others
+        except RequestError as e:
+            raise PlanError("bad_request", errors.refusal(e)) from e
+        return Prepared(
             ask=ask,
             prompt=prompt,
             cached=cached,
             max_tokens=max_tokens,
-            budget=min(budget, room) if closing else 0,
+            budget=budget,
             thinks=closing > 0,
             checker=checker,
-            grammar=grammar,
+            admitted=admitted,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
             min_ms=self._rates.min_ms(
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
         )
-        try:
-            # Checked here, before this plan displaces others.
-            self.session.check(self._request(prepared, prepared.budget))
-        except RequestError as e:
-            raise PlanError("bad_request", errors.refusal(e)) from e
-        return prepared
 
     def _check_mode(self, ask: wire.PlanRequest) -> None:
         if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
@@ -222,7 +194,7 @@ class SessionBackend:
     def _grammar(self, schema: JsonSchema) -> Grammar:
         try:
             grammar = self.session.grammar(schema)
-            object_allowed = grammar.takes(self.tokenizer.encode("{"))
+            object_allowed = grammar.takes(self._brace)
         except CompilerBusy as e:
             wait_ms = 1e3 * COMPILE_S
             text = errors.refusal(e)
@@ -233,37 +205,47 @@ class SessionBackend:
             raise errors.no_object(schema.table)
         return grammar
 
-    def _budget(
-        self, ask: wire.PlanRequest, left_ms: float | None, messages: list[object], max_tokens: int
-    ) -> int:
+    def _thinking_prompt(
+        self, ask: wire.PlanRequest, left_ms: float | None, max_tokens: int
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the prompt and the most thinking tokens: 0 with thinking `auto` if the deadline
+        leaves no time to think.
+        """
+        messages = validation.messages_of(ask.prompt, ask.messages)
         budget = validation.budget_of(ask, self.config)
-        mode = ask.thinking or self.config.thinking
-        if mode == "on" or left_ms is None or budget == 0:
-            return budget
-        prompt = self._prompt(messages, thinking=True)
+        text = self._render(messages, thinking=budget > 0)
+        prompt = self._encode(text)
+        if budget == 0 or left_ms is None or (ask.thinking or self.config.thinking) == "on":
+            return prompt, budget
         prefix = self.session.prefixes.find(prompt)
         new = len(prompt) - (prefix.held if prefix else 0)
-        room = self._rates.thinking_room(left_ms, new, max_tokens)
-        return budget if room >= min(WORTH_THINKING, budget) else 0
+        if self._rates.thinking_room(left_ms, new, max_tokens) >= min(WORTH_THINKING, budget):
+            return prompt, budget
+        closed = self._render(messages, thinking=False)
+        return tuple(self.tokenizer.encode_variant(closed, text, prompt)), 0
 
-    def _opened(self, messages: list[object], budget: int) -> tuple[tuple[int, ...], int]:
-        """Return a prompt and the tokens of the message that closes its thinking, 0 without."""
-        prompt = self._prompt(messages, thinking=budget > 0)
-        return prompt, self._closing if budget > 0 and open_at_end(self.tokenizer, prompt) else 0
+    def _close_len(self, prompt: tuple[int, ...], budget: int) -> int:
+        """Return the tokens of the message that closes the prompt's thinking, 0 without."""
+        return self._closing if budget > 0 and open_at_end(self.tokenizer, prompt) else 0
 
     def _prompt(
         self, messages: list[object], *, thinking: bool, field: str = "prompt"
     ) -> tuple[int, ...]:
-        limit = self.session.model.limit
+        return self._encode(self._render(messages, thinking=thinking), field)
+
+    def _render(self, messages: list[object], *, thinking: bool) -> str:
         try:
-            text = self.tokenizer.render(messages, thinking)
-            # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
-            if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
-                rule = f"{field} must be <= {limit} tokens (got {least} or more)"
-                raise PlanError("prompt_too_long", rule, field=field)
-            return tuple(self.tokenizer.encode(text))
+            return self.tokenizer.render(messages, thinking)
         except RequestError as e:
             raise PlanError("bad_request", errors.refusal(e), field="messages") from e
+
+    def _encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
+        limit = self.session.model.limit
+        # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
+        if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
+            rule = f"{field} must be <= {limit} tokens (got {least} or more)"
+            raise PlanError("prompt_too_long", rule, field=field)
+        return tuple(self.tokenizer.encode(text))
 
     def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
         if name is None:
@@ -277,31 +259,19 @@ class SessionBackend:
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         """See Backend."""
-        budget = prepared.budget
+        admitted = prepared.admitted
+        assert admitted is not None
         if left_ms is not None:
             # Recomputed now: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
-            budget = min(budget, self._rates.thinking_room(left_ms, new, prepared.max_tokens))
-        chunks = self.session.generate(self._request(prepared, budget))
+            spare = self._rates.thinking_room(left_ms, new, prepared.max_tokens)
+            admitted = admitted.with_budget(spare)
+        chunks = self.session.generate(admitted)
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
         watch = self._meter.watch()
         return SessionRun(
             self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s
-        )
-
-    def _request(self, prepared: Prepared, budget: int) -> Request:
-        reply = prepared.max_tokens + (self._closing if prepared.thinks else 0)
-        limit = BudgetConfig(tokens=budget, reply=reply, message=self._close)
-        grammar, mode = prepared.grammar, prepared.ask.accept_mode
-        return Request(
-            prompt=prepared.prompt,
-            max_tokens=budget + reply if prepared.thinks else reply,
-            stop=frozenset(self.session.manifest.stop_tokens),
-            drafter=self._drafter(),
-            grammar=grammar if isinstance(grammar, Grammar) else None,
-            budget=limit if prepared.thinks else NO_BUDGET,
-            relaxed=RelaxedConfig() if mode == "relaxed_thinking" else None,
         )
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
@@ -353,13 +323,13 @@ class SessionBackend:
         held = self.session.prefixes.list()
         if all(prefix.name != request.prefix_id for prefix in held):
             raise errors.dropped()
-        if self._shelf is None:
+        if self._store is None:
             return
         with self._disk(request.prefix_id):
             if request.persist:
-                self._shelf.keep(self.session.prefixes, request.prefix_id)
+                self._store.keep(self.session.prefixes, request.prefix_id)
             else:
-                self._shelf.drop(request.prefix_id)
+                self._store.drop(request.prefix_id)
 
     @contextmanager
     def _disk(self, prefix_id: str) -> Generator[None]:
@@ -373,9 +343,9 @@ class SessionBackend:
 
     def prefixes(self) -> list[dict[str, Any]]:
         """See Backend."""
-        shelf, held = self._shelf, self.session.prefixes.list()
+        store, held = self._store, self.session.prefixes.list()
         return [
-            {**_shown(prefix), "persisted": shelf is not None and shelf.has(prefix)}
+            {**_shown(prefix), "persisted": store is not None and store.has(prefix)}
             for prefix in held
         ]
 
@@ -387,15 +357,15 @@ class SessionBackend:
     def drop(self, prefix_id: str) -> bool:
         """See Backend."""
         removed = False
-        if self._shelf is not None:
+        if self._store is not None:
             with self._disk(prefix_id):
-                removed = self._shelf.drop(prefix_id)
+                removed = self._store.drop(prefix_id)
         return self.session.prefixes.drop(prefix_id) or removed
 
     def close(self) -> None:
         """See Backend."""
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._store is not None:
+            self._store.close()
         self.session.close()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
-import msgspec
-
+from thor_dflash.core.results import Timings, Usage
 from thor_dflash.runtime.decoding.block import DecodeFinish
 from thor_dflash.runtime.measure.power import PowerSampler
 from thor_dflash.runtime.session import RequestReport, Session, TokenChunk
-from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import Prepared, StopReason
@@ -40,12 +39,11 @@ class SessionRun:
         self._yield_s = yield_s
         self._phase: messages.Phase = "prefill"
         self._answer = Answer(text, prepared.prompt)
-        self._speech = ChunkWriter(prepared.ask.stream)
+        self._writer = ChunkWriter(prepared.ask.stream)
         self._tokens: list[int] = []
         self._finish: messages.Finish | None = None
         self._begun = False
         self._start = time.perf_counter()
-        self._first_answer: float | None = None
         self._watch = watch
         watch.start()
 
@@ -69,32 +67,20 @@ class SessionRun:
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.prompt_done:
             self._rates.step(ms, chunk.prompt_rows)
-            return self._speech.prefill(chunk.prompt_done)
-        thinking = self._first_answer is None and self._prepared.thinks
+            return self._writer.prefill(chunk.prompt_done)
+        thinking = self._prepared.thinks and not self._answered
         self._phase = "thinking" if thinking else "answer"
         self._rates.cycle(ms, len(chunk.tokens), thinking=thinking)
-        pieces = self._take(chunk.tokens)
-        if chunk.finish and not self.done:
-            self._end(self._named(chunk.finish))
-        if self.done:
+        self._tokens += chunk.tokens
+        pieces = self._answer.feed(chunk.tokens)
+        if chunk.finish:
+            self._finish = self._named(chunk.finish)
             pieces += self._answer.end()
-        return self._speech.cycle(pieces, len(self._tokens))
+        return self._writer.cycle(pieces, len(self._tokens))
 
     @property
     def _answered(self) -> int:
         return len(self._tokens) - self._answer.thinking_tokens
-
-    def _take(self, tokens: Sequence[int]) -> list[TextPiece]:
-        pieces: list[TextPiece] = []
-        for token in tokens:
-            self._tokens.append(token)
-            pieces += self._answer.feed((token,))
-            if self._answered and self._first_answer is None:
-                self._first_answer = time.perf_counter()
-            if self._answered >= self._prepared.max_tokens:
-                self._end("length")
-                break
-        return pieces
 
     def _named(self, finish: DecodeFinish) -> messages.Finish:
         if finish == "stop" or finish == "grammar_dead_end":
@@ -117,14 +103,14 @@ class SessionRun:
             text=self._answer.text(),
             thinking=self._answer.thinking(),
             tokens=tuple(self._tokens),
-            usage=messages.Usage(
+            usage=Usage(
                 prompt_tokens=len(self._prepared.prompt),
-                cached_tokens=report.cached_tokens if report else 0,
+                cached_tokens=report.usage.cached_tokens if report else 0,
                 thinking_tokens=self._answer.thinking_tokens,
                 output_tokens=self._answered,
             ),
             timings=self._timings(report, now),
-            spec=self._spec(report),
+            spec=report.spec if report else None,
             closed=report.close if report else "",
         )
         return outcome.result(self._prepared, decoded)
@@ -133,36 +119,17 @@ class SessionRun:
         # Before the first step, the session's report is still that of the previous request.
         return self._session.report() if self._begun else None
 
-    def _timings(self, report: RequestReport | None, now: float) -> messages.Timings:
-        e2e = 1e3 * (now - self._start)
+    def _timings(self, report: RequestReport | None, now: float) -> Timings:
+        e2e, grammar_ms = 1e3 * (now - self._start), self._prepared.grammar_ms
         if report is None:
-            return messages.Timings(e2e_ms=e2e, grammar_ms=self._prepared.grammar_ms)
-        t = report.timings
-        first = self._first_answer
-        return messages.Timings(
-            prefill_ms=t.prefill_ms,
-            ttft_ms=t.ttft_ms,
-            ttfa_ms=None if first is None else 1e3 * (first - self._start),
-            decode_ms=t.decode_ms,
-            e2e_ms=e2e,
-            tok_s=1e3 * max(0, len(self._tokens) - 1) / t.decode_ms if t.decode_ms else 0.0,
-            grammar_ms=self._prepared.grammar_ms,
-            energy_j=self._energy(now),
-        )
+            return Timings(e2e_ms=e2e, grammar_ms=grammar_ms)
+        energy = self._energy(now)
+        return replace(report.timings, e2e_ms=e2e, grammar_ms=grammar_ms, energy_j=energy)
 
     def _energy(self, now: float) -> dict[str, float] | None:
         power = self._watch.power([(self._start, now)])
         # After a failed reading the energy of a part would look like that of the whole plan.
         return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
-
-    @staticmethod
-    def _spec(report: RequestReport | None) -> messages.Spec | None:
-        # Copied to the wire's own type, field by field: clients do not have the runtime's types.
-        return (
-            None
-            if report is None
-            else msgspec.convert(report.spec, messages.Spec, from_attributes=True)
-        )
 
     def close(self) -> None:
         """See Run."""

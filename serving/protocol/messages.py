@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from thor_dflash.core.errors import Code
+from thor_dflash.core.results import Speculation, Timings, Usage
 
 VERSION = 1
 PORT = 5571
@@ -152,49 +153,6 @@ class PrefixDrop(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
 Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop
 
 
-class Usage(Struct, frozen=True, kw_only=True):
-    """Tokens of a plan."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens taken from a pinned prefix instead of being computed."""
-    thinking_tokens: int = 0
-    output_tokens: int = 0
-    """Answer tokens, excluding the thinking."""
-
-
-class Timings(Struct, frozen=True, kw_only=True):
-    """Times of a plan, ms. ttft_ms, ttfa_ms and e2e_ms count from its arrival at the planner."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    ttft_ms: float = 0.0
-    """Time to the first committed token."""
-    ttfa_ms: float | None = None
-    """Time to the first token of the answer, after the thinking."""
-    decode_ms: float = 0.0
-    e2e_ms: float = 0.0
-    tok_s: float = 0.0
-    """Committed tokens per second of decoding, excluding the first token and the prefill."""
-    grammar_ms: float = 0.0
-    energy_j: dict[str, float] | None = None
-    """Joules per power rail of the board from the start of the run to its end, including the idle
-    draw of the board; null if the planner's machine has no readable power sensors."""
-
-
-class Spec(Struct, frozen=True, kw_only=True):
-    """Statistics of speculative decoding."""
-
-    cycles: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accept_len: float = 0.0
-    """Committed tokens per cycle, including the target's own one."""
-    forced: int = 0
-    accept_hist: tuple[int, ...] = ()
-    accepted_per_position: tuple[int, ...] = ()
-
-
 class Chunk(Struct, frozen=True, kw_only=True):
     """A piece of a streamed plan, before its result."""
 
@@ -232,7 +190,7 @@ class Result(Struct, frozen=True, kw_only=True):
     """How the thinking ended: by itself ("natural") or by its budget; "" if it did not end."""
     usage: Usage = Usage()
     timings: Timings | None = None
-    spec: Spec | None = None
+    spec: Speculation | None = None
     metadata: dict[str, Any] | None = None
 
 

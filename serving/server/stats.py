@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thor_dflash.core.errors import PlanError
+from thor_dflash.core.results import Speculation
 from thor_dflash.serving.protocol import messages
 
 WINDOW = 256
@@ -55,7 +56,7 @@ class Stats:
                 }
             )
 
-    def _speculation(self, spec: messages.Spec) -> None:
+    def _speculation(self, spec: Speculation) -> None:
         self.spec["cycles"] += spec.cycles
         self.spec["drafted"] += spec.drafted
         self.spec["accepted"] += spec.accepted

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import PriorityQueue, SimpleQueue
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorError
-from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, drive
+from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, drive, left_ms
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
@@ -219,7 +219,7 @@ def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
     assert isinstance(job.request, messages.PlanRequest)
-    return backend.prepare(job.request, _left_ms(job))
+    return backend.prepare(job.request, left_ms(job.deadline))
 
 
 def lower_priority() -> None:
@@ -306,13 +306,17 @@ def _run(
 
     def stopped() -> StopReason | None:
         heartbeat.beat(busy=True)
-        if job.stop is None and job.deadline is not None and time.monotonic() >= job.deadline:
-            return "deadline"
         return job.stop
 
-    run = backend.start(job.prepared, _left_ms(job))
+    run = backend.start(job.prepared, left_ms(job.deadline))
     trace.begin()
-    result = drive(run, stopped, lambda chunk: emit(ChunkReady(job, chunk)), trace.stepped)
+    result: messages.Result | None = None
+    for event in drive(run, job.deadline, stopped, trace.stepped):
+        if isinstance(event, messages.Chunk):
+            emit(ChunkReady(job, event))
+        else:
+            result = event
+    assert result is not None
     return final(_queued(result, queue_ms), job.request)
 
 
@@ -330,7 +334,7 @@ def _queued(result: messages.Result, queue_ms: float) -> messages.Result:
     t = result.timings
     if t is None:
         return result
-    later = structs.replace(
+    later = replace(
         t,
         queue_ms=queue_ms,
         ttft_ms=t.ttft_ms + queue_ms,
@@ -338,10 +342,6 @@ def _queued(result: messages.Result, queue_ms: float) -> messages.Result:
         e2e_ms=t.e2e_ms + queue_ms,
     )
     return structs.replace(result, timings=later)
-
-
-def _left_ms(job: Job) -> float | None:
-    return None if job.deadline is None else 1e3 * (job.deadline - time.monotonic())
 
 
 def _guard(work: Callable[[], T], log: Log) -> T | PlanError:

@@ -29,6 +29,7 @@ from thor_dflash.config.decode import (
     RelaxedConfig,
 )
 from thor_dflash.core.errors import ModelFault, RequestError
+from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
@@ -55,6 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Request:
     prompt: tuple[int, ...]
     max_tokens: int
+    max_answer: int
     stop: frozenset[int]
     drafter: str
     grammar: None = None
@@ -70,24 +72,20 @@ class Chunk:
     finish: str = ""
 
 
-@dataclass(frozen=True)
-class Spec:
-    cycles: int = 3
-    accept_len: float = 2.5
-
-
-@dataclass(frozen=True)
-class Timings:
-    prefill: float = 0.25
+SPECULATION = Speculation(cycles=3, accept_len=2.5)
+USAGE = Usage(prompt_tokens=4, thinking_tokens=6, output_tokens=2)
+TIMINGS = Timings(prefill_ms=0.25)
 
 
 @dataclass(frozen=True)
 class Report:
-    spec: Spec = Spec()
-    timings: Timings = Timings()
-    phases: dict[str, Spec] = field(default_factory=lambda: {"answer": Spec()})
+    spec: Speculation = SPECULATION
+    usage: Usage = USAGE
+    timings: Timings = TIMINGS
+    phases_ms: dict[str, float] = field(default_factory=lambda: {"host": 1.5})
+    phases: dict[str, Speculation] = field(default_factory=lambda: {"answer": Speculation()})
     close: str = "natural"
-    notes: tuple[Timings, ...] = (Timings(),)
+    notes: tuple[Usage, ...] = (USAGE,)
 
 
 @dataclass
@@ -165,7 +163,7 @@ def test_plain_output_is_the_text(
     request = session.requests[0]
     assert session.tokenizer
     assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
-    assert (request.max_tokens, request.stop, request.drafter) == (9, {271, 272}, "dflash")
+    assert (request.max_answer, request.stop, request.drafter) == (9, {271, 272}, "dflash")
     assert session.closed
     monkeypatch.setattr(sys, "stderr", Full())
     assert generate("--prompt", "hi") == 0
@@ -183,9 +181,13 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert session.tokenizer
     assert got["tokens"] == session.tokenizer.encode(session.answer)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
-    assert got["usage"] == {"prompt_tokens": 4, "thinking_tokens": 6, "output_tokens": 12}
-    assert got["spec"] == dataclasses.asdict(Spec())
-    assert got["timings"] == {"prefill": 0.25}
+    assert got["usage"] == dataclasses.asdict(USAGE)
+    assert got["spec"] == {
+        **dataclasses.asdict(SPECULATION),
+        "accept_hist": [],
+        "accepted_per_position": [],
+    }
+    assert got["timings"] == {**dataclasses.asdict(TIMINGS), "phases_ms": {"host": 1.5}}
     assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
 
 
@@ -195,7 +197,7 @@ def test_the_template_knows_that_thinking_is_off(
     session.answer = "hé"
     assert generate("--prompt", "hi", "--thinking", "off", "--json") == 0
     got = json.loads(capsys.readouterr().out)
-    assert (got["text"], got["thinking"], got["usage"]["thinking_tokens"]) == ("hé", "", 0)
+    assert (got["text"], got["thinking"]) == ("hé", "")
 
 
 def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +226,7 @@ def test_without_a_tokenizer_only_ids(
     assert generate("--tokens", str(tmp_path / "t"), "--json") == 0
     got = json.loads(capsys.readouterr().out)
     assert (got["tokens"], got["text"], got["thinking"]) == ([5, 6, 7], None, None)
-    assert session.requests[-1] == Request((1, 2), 1024, frozenset({271, 272}), "none")
+    assert session.requests[-1] == Request((1, 2), 1024, 1024, frozenset({271, 272}), "none")
     assert generate("--tokens", str(tmp_path / "t"), "--drafter", "dflash") == 2
     assert "the package has no drafter (got dflash)" in line(capsys)
     (tmp_path / "t").write_text("[1, 300]")

@@ -23,6 +23,7 @@ def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Requ
     with thinking and "f" without.
     """
     text = SimpleNamespace(
+        marks=None,
         render=lambda messages, thinking: "t" if thinking else "f",
         encode=lambda text: [ord(letter) for letter in text],
     )
@@ -40,7 +41,7 @@ def test_what_is_said_of_decoding_reaches_the_session() -> None:
     )  # fmt: skip
     assert request.relaxed
     assert (request.prompt, request.gate, request.relaxed.k) == ((1, 2), True, 2)
-    assert (request.draft.seed, request.budget.tokens, request.max_tokens) == (7, 5, 9)
+    assert (request.draft.seed, request.budget.tokens, request.max_answer) == (7, 5, 9)
     assert (request.stop, request.drafter) == (frozenset(MANIFEST.stop_tokens), "dflash")
 
 
@@ -72,6 +73,7 @@ def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
 def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() -> None:
     least, limit = 100, 100
     text = SimpleNamespace(
+        marks=None,
         render=lambda messages, thinking: "x" * 900,
         least=lambda text: least,
         encode=lambda text: [1] * limit,

@@ -143,7 +143,7 @@ def cycle(
             continue
         report = session.report()
         assert report.completion_tokens == len(answer)
-        graphs = report.timings.phases_ms.items()
+        graphs = report.phases_ms.items()
         parts = {n: ms for n, ms in graphs if n != HOST and not n.startswith(PROMPT)}
         times = {"clock": report.timings.decode_ms, "device": sum(parts.values())}
         if request.grammar is not None:

@@ -162,7 +162,7 @@ def test_the_laws_hold_with_every_size_of_step(sized: Session, chunk: int) -> No
         state = sized.model.state.snapshot().arrays
         sized.prefixes.put("half", prompt[: chunk + 1])
         assert answer(sized, asked, DflashDrafter()) == truth
-        assert sized.report().cached_tokens == chunk
+        assert sized.report().usage.cached_tokens == chunk
         for name, array in sized.model.state.snapshot().arrays.items():
             assert array.tobytes() == state[name].tobytes(), name
         sized.prefixes.drop("half")
@@ -202,7 +202,7 @@ def test_a_snapshot_goes_on_like_the_original(session: Session) -> None:
     truth = answer(session, asked, DflashDrafter())
     session.prefixes.put("half", asked.prompt[: len(asked.prompt) - 1])
     assert answer(session, asked, DflashDrafter()) == truth
-    assert session.report().cached_tokens > 0
+    assert session.report().usage.cached_tokens > 0
     session.prefixes.drop("half")
 
 

@@ -78,7 +78,7 @@ def test_a_finaliser_of_another_engine_in_a_capture_does_not_disturb_it(
         found = answer(session, request(session, 1), DflashDrafter())
         assert done
         assert other.report().finish == "cancelled"
-        assert other.report().timings.phases_ms["propose+verify+accept+observe"] > 0
+        assert other.report().phases_ms["propose+verify+accept+observe"] > 0
         assert found == answer(other, request(other, 1), DflashDrafter())
 
 

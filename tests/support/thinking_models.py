@@ -58,15 +58,16 @@ def run(
     plan = DecodeRequest(
         prompt=asked.prompt,
         max_tokens=asked.max_tokens,
+        max_answer=asked.max_tokens,
         stop=asked.stop,
         proposer=proposer,
-        policies=(*policies, TokenLimit(asked.max_tokens)),
+        policies=(*policies, TokenLimit(asked.max_tokens, asked.max_tokens)),
         marks=asked.marks,
     )
     progress = DecodeProgress(plan.prompt, plan.marks)
     meter = RequestMeter(s.model.block, s.model.engine.busy())
     tokens = [t for chunk in decode(s.model, plan, progress, meter) for t in chunk.tokens]
-    return tokens, meter.report("", len(progress.tokens), s.model.engine.busy())
+    return tokens, meter.report("", progress, len(tokens), s.model.engine.busy())
 
 
 def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[int]:
@@ -75,9 +76,10 @@ def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[i
     plan = DecodeRequest(
         prompt=tuple(tokens),
         max_tokens=count,
+        max_answer=count,
         stop=(),
         proposer=NoDrafter(),
-        policies=(TokenLimit(count),),
+        policies=(TokenLimit(count, count),),
     )
     meter = RequestMeter(s.model.block, s.model.engine.busy())
     chunks = decode(s.model, plan, DecodeProgress(plan.prompt), meter)

@@ -174,14 +174,20 @@ def _thinks(decode: DecodeConfig) -> bool:
 
 def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Request:
     from thor_dflash.runtime.session import Request
+    from thor_dflash.runtime.text.tokenizer import open_at_end
 
     has, drafter = session.manifest.drafter is not None, config.decode.drafter
     if drafter == "dflash" and not has:
         raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
     stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
+    answer, tokenizer = config.decode.max_tokens, session.tokenizer
+    thinks = tokenizer is not None and open_at_end(tokenizer, prompt)
+    # Only the context limits thinking that has no budget.
+    context = session.model.limit - len(prompt) if thinks else 0
     return Request(
         prompt=prompt,
-        max_tokens=config.decode.max_tokens,
+        max_tokens=max(answer, context),
+        max_answer=answer,
         stop=frozenset(stop),
         drafter="dflash" if has and drafter != "none" else "none",
         budget=config.decode.budget,

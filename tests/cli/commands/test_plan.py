@@ -22,13 +22,14 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
+from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import Options, PlanError, client
 from thor_dflash.serving.client.connection import MAX_PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
-from thor_dflash.serving.protocol.messages import PlanRequest, Result, Spec, Timings, Usage
+from thor_dflash.serving.protocol.messages import PlanRequest, Result
 
 
 def ask(*args: str) -> None:
@@ -115,7 +116,7 @@ def test_the_last_line_says_how_a_plan_ended() -> None:
     assert plan._summary(bare) == "3 thinking and 5 answer tokens, plan not valid, ended by length"
     timed = structs.replace(
         bare, finish_reason="stop", plan_valid=True, timings=Timings(e2e_ms=1500.0),
-        spec=Spec(accept_len=2.5),
+        spec=Speculation(accept_len=2.5),
     )  # fmt: skip
     assert plan._summary(timed) == (
         "3 thinking and 5 answer tokens, 1.50 s, 2.50 tokens a cycle, plan valid, ended by stop"

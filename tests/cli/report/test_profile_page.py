@@ -11,7 +11,7 @@ import pytest
 from thor_dflash.cli.commands.profile import trace
 from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
-from thor_dflash.runtime.decoding.telemetry import Spec
+from thor_dflash.core.results import Speculation
 from thor_dflash.runtime.measure.profile import (
     CycleBreakdown,
     Power,
@@ -45,7 +45,14 @@ FOUND = Profile(
         "propose+verify+accept+observe": ProfilePhase(75.0, 7.5, 0.75),
         "host": ProfilePhase(5.0, 0.0, 0.05),
     },
-    spec=Spec(4, 60, 6, 2.5, (2, 1, 0, 1), (3, 2, 1), 0),
+    spec=Speculation(
+        cycles=4,
+        drafted=60,
+        accepted=6,
+        accept_len=2.5,
+        accept_hist=(2, 1, 0, 1),
+        accepted_per_position=(3, 2, 1),
+    ),
     timeline=(StepEnd(0.0, 0), StepEnd(20.0, 0), StepEnd(60.0, 4), StepEnd(100.0, 1)),
     power=Power((Rail("VDD <GPU>", 4.0, 60.0, 30.0),), 61.25),
     warnings=("a <cycle> varies",),

@@ -155,7 +155,7 @@ def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, s
     assert put
     assert put.held == 249 // size * size
     assert answer(every, request, DflashDrafter()) == truth
-    assert every.report().cached_tokens == put.held
+    assert every.report().usage.cached_tokens == put.held
     assert every.report().spec == spec, "the rings are the same, too"
 
 

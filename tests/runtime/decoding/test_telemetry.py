@@ -5,6 +5,7 @@ still.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
 from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
 from thor_dflash.runtime.decoding.proposers import NoDrafter
-from thor_dflash.runtime.decoding.telemetry import RequestMeter
+from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.text.thinking import Marks
 
@@ -37,13 +38,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return it
 
 
+def totals(
+    meter: RequestMeter, finish: str, count: int, busy: Mapping[str, float]
+) -> RequestReport:
+    """The report of a request that committed and emitted `count` tokens without thinking."""
+    progress = DecodeProgress((1,))
+    progress.commit([5] * count)
+    return meter.report(finish, progress, count, busy)
+
+
 def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
     meter = RequestMeter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
     clock.now += 2
     meter.prompt_done()
     clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
-    report = meter.report("grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0, "observe": 1.0})
-    assert report.timings.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
+    report = totals(meter, "grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0, "observe": 1.0})
+    assert report.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
     assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
 
 
@@ -55,13 +65,13 @@ def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
         clock.now += seconds
         record = Record(count, -1, 0, count, 0, tokens=(5,) * count, choices=(5,) * 16)
         meter.cycle(Block(cap=count, phase=phase), record, count, 15)  # type: ignore[arg-type]
-    report = meter.report("stop", 8, {})
+    report = totals(meter, "stop", 8, {})
     assert (report.timings.prefill_ms, report.timings.ttft_ms) == (2000, 3000)
     assert {name: part.ms for name, part in report.phases.items()} == {
         "thinking": 3000,
         "answer": 5000,
     }
-    assert report.timings.tok_s == pytest.approx(1.0)
+    assert report.timings.tok_s == pytest.approx(7 / 8)
     assert report.spec.accept_len == pytest.approx(8 / 3)
 
 
@@ -70,7 +80,7 @@ def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
     capped, gated = Reason("capped", "budget"), Reason("gated", "gate")
     for reason in (capped, capped, gated, capped):
         meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, 0)
-    notes = [(n.what, n.why, n.cycle, n.cycles) for n in meter.report("stop", 4, {}).notes]
+    notes = [(n.what, n.why, n.cycle, n.cycles) for n in totals(meter, "stop", 4, {}).notes]
     assert notes == [
         ("capped", "budget", 0, 2),
         ("gated", "gate", 2, 1),
@@ -81,7 +91,7 @@ def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
 def test_a_request_that_ends_while_its_prompt_is_read_has_no_time_but_that(clock: Clock) -> None:
     meter = RequestMeter(16, {}, start=clock())
     clock.now += 2
-    times = meter.report("cancelled", 0, {}).timings
+    times = totals(meter, "cancelled", 0, {}).timings
     assert (times.prefill_ms, times.ttft_ms, times.decode_ms, times.e2e_ms) == (2000, 0, 0, 2000)
     assert times.tok_s == 0
 
@@ -110,7 +120,7 @@ def test_what_a_block_counts_for(
     meter = RequestMeter(8, {})
     record = Record(count, -1, 0, agreed, 0, tokens=(5,) * count, choices=(5,) * 8)
     meter.cycle(Block(cap=count, forced=forced), record, count, drafted)
-    report = meter.report("length", count, {})
+    report = totals(meter, "length", count, {})
     spec, part = report.spec, report.phases["answer"]
     assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
     assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
@@ -136,7 +146,7 @@ def test_how_thinking_closed(
         Record(4, -1, 0, 3, softened, tokens=(5,) * 4, choices=(5,) * 8),
     )
     meter.closed(Block(cap=8, phase=phase, forced=forced), record)
-    assert meter.report("length", 4, {}).close == want
+    assert totals(meter, "length", 4, {}).close == want
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -148,11 +158,17 @@ def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) ->
     truth = after(asked, 20)
     marks = Marks(truth[0], truth[first_seen(truth, 3)])
     who = oracle(truth) if drafted else NoDrafter()
-    limit = (TokenLimit(20),)
+    limit = (TokenLimit(20, 20),)
     plan = DecodeRequest(
-        prompt=asked, max_tokens=20, stop=(), proposer=who, policies=limit, marks=marks
+        prompt=asked,
+        max_tokens=20,
+        max_answer=20,
+        stop=(),
+        proposer=who,
+        policies=limit,
+        marks=marks,
     )
     progress, meter = DecodeProgress(asked, marks), RequestMeter(16, model.engine.busy())
     assert [t for chunk in decode(model, plan, progress, meter) for t in chunk.tokens] == truth
-    report = meter.report("length", 20, model.engine.busy())
+    report = totals(meter, "length", 20, model.engine.busy())
     assert (report.close, "thinking" in report.phases) == ("natural", not drafted)

@@ -370,7 +370,7 @@ def test_a_constrained_request_continues_from_a_prefix() -> None:
     truth = constrained(request, DflashDrafter(), made)
     s.prefixes.put("words", request.prompt[:70])
     assert constrained(request, DflashDrafter(), made) == truth
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
     s.prefixes.drop("words")
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.telemetry import RequestReport, Spec, Timings
+from thor_dflash.core.results import Speculation, Timings, Usage
+from thor_dflash.runtime.decoding.telemetry import RequestReport
 from thor_dflash.runtime.measure.profile import (
     STRETCHES,
     Power,
@@ -32,10 +33,20 @@ BEATS = (StepEnd(0.0, 0), StepEnd(20.0, 0), StepEnd(30.0, 4), StepEnd(45.0, 1))
 
 
 def report(e2e: float, cycles: int = 4, finish: str = "stop", **phases: float) -> RequestReport:
-    spec = Spec(cycles, 60, 6, 2.5, (2, 1, 1), (3, 2), 0)
     host = e2e - sum(phases.values())
-    timings = Timings(e2e / 4, e2e / 2, 3 * e2e / 4, e2e, 50.0, {**phases, "host": host})
-    return RequestReport(finish, 10, 0, spec, timings, {}, "", ())
+    return RequestReport(
+        finish=finish,
+        completion_tokens=10,
+        usage=Usage(),
+        timings=Timings(
+            prefill_ms=e2e / 4, ttft_ms=e2e / 2, decode_ms=3 * e2e / 4, e2e_ms=e2e, tok_s=50.0
+        ),
+        phases_ms={**phases, "host": host},
+        spec=Speculation(cycles=cycles, drafted=60, accepted=6, accept_len=2.5),
+        phases={},
+        close="",
+        notes=(),
+    )
 
 
 def runs(*reports: RequestReport, answers: tuple[tuple[int, ...], ...] = ()) -> list[ProfileRun]:

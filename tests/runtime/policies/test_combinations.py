@@ -153,6 +153,7 @@ def test_dropped_steps_leave_no_trace(
     plan = DecodeRequest(
         prompt=it.prompt,
         max_tokens=COUNT,
+        max_answer=COUNT,
         stop=(),
         proposer=proposer(kind, truth, seed),
         policies=tuple(policies(on, it, limit, long, seed)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.runtime.session.admission import Admission
 
 TEMPLATE = "{{ messages[0].content }}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}"
 
@@ -145,16 +143,15 @@ def test_what_the_options_of_relaxed_acceptance_come_to(
 ) -> None:
     request = Request(prompt=chat(session), max_tokens=9, stop=frozenset({7}), relaxed=config)
     want = AcceptRule(rule=rule, top_k=k, margin=margin, close=CLOSES, never=(STOP, *TOOLS))
-    admitted = Admission(session.model, session.tokenizer, time.perf_counter).admit(request)
-    assert admitted.policies == (RelaxedThinking(want),)
+    assert session.admit(request).relaxed == RelaxedThinking(want)
 
 
 @pytest.mark.parametrize("draft", [9, CLOSES, STOP, *TOOLS])
 def test_marks_are_never_accepted_as_near_misses(session: Session, draft: int) -> None:
     config = RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, relaxed=config)
-    admitted = Admission(session.model, session.tokenizer, time.perf_counter).admit(request)
-    list(session.run(request, drafts(lambda n: [draft] * 15), admitted.policies))
+    admitted = replace(session.admit(request), proposer=drafts(lambda n: [draft] * 15))
+    list(session.generate(admitted))
     taken = session.report().phases["thinking"].relaxed
     assert taken > 30 if draft == 9 else taken == 0
 
@@ -165,7 +162,7 @@ def test_stop_ids_of_the_request_are_strict_without_a_strict_slot(
 ) -> None:
     own, config = tuple(range(count)), RelaxedConfig(k=512, margin=1e9)
     request = Request(prompt=chat(session), max_tokens=48, stop=frozenset(own), relaxed=config)
-    (made,) = Admission(session.model, session.tokenizer, time.perf_counter).admit(request).policies
+    made = session.admit(request).relaxed
     assert isinstance(made, RelaxedThinking)
     placed = RelaxedThinking(replace(made.relaxed, never=(*own, STOP, *TOOLS)[:8]))
     said: list[object] = []
@@ -187,8 +184,8 @@ def test_only_stop_ids_that_the_request_lacks_need_a_strict_slot(
     with pytest.raises(
         RequestError, match=r"stop and tool ids of the package must be at most 8 .*\(got 9\)"
     ):
-        session.check(request)
-    session.check(replace(request, stop=frozenset({6})))
+        session.admit(request)
+    session.admit(replace(request, stop=frozenset({6})))
 
 
 def test_a_soft_close_leaves_seven_stop_slots_and_begins_no_token_early(session: Session) -> None:
@@ -202,7 +199,7 @@ def test_a_soft_close_leaves_seven_stop_slots_and_begins_no_token_early(session:
 def test_check_takes_what_generate_takes(session: Session) -> None:
     """With a budget, the thinking and the reply give the length, however large max_tokens is."""
     budget = BudgetConfig(tokens=30, reply=150)
-    for take in (session.generate, session.check):
+    for take in (session.generate, session.admit):
         take(Request(prompt=chat(session), max_tokens=10**6, budget=budget))
 
 
@@ -234,7 +231,7 @@ def test_check_takes_what_generate_takes(session: Session) -> None:
     ],
 )
 def test_refused_at_once(session: Session, asked: dict[str, object], message: str) -> None:
-    for refuse in (session.generate, session.check):
+    for refuse in (session.generate, session.admit):
         with pytest.raises(RequestError, match=message):
             refuse(Request(prompt=chat(session), max_tokens=200, **asked))  # type: ignore[arg-type]
 

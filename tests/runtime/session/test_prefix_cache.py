@@ -53,10 +53,10 @@ def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int,
     held = cached_length(length, CHUNK)
     # Another request in between, so that the state it leaves is not what the prefix would restore.
     answer(s, Request(prompt=prompt(90, 9), max_tokens=3), DflashDrafter())
-    assert s.report().cached_tokens == 0
+    assert s.report().usage.cached_tokens == 0
     assert state_after(s, request, DflashDrafter()) == want
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == held
+    assert s.report().usage.cached_tokens == held
     # The drafter's rings are the same, too: it drafts what it drafts without the prefix.
     assert s.report().spec == plain
     assert answer(s, request, NoDrafter()) == truth
@@ -71,7 +71,7 @@ def test_every_geometry(geometry: str) -> None:
     truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:90])
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
     s.prefixes.drop("skills")
 
 
@@ -81,7 +81,7 @@ def test_a_package_that_saves_states_can_keep_prefixes() -> None:
     truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:90])
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
     s.prefixes.drop("skills")
 
 
@@ -94,7 +94,7 @@ def test_after_rejects_and_after_a_fault(s: Session) -> None:
     for tensor in s.model.state.tensors.values():
         s.model.engine.write(tensor, np.full(tensor.spec.at({}), np.nan, np.float32))
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
@@ -107,7 +107,7 @@ def test_after_a_cancel(s: Session, steps: int) -> None:
         next(answers)
     answers.close()
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == 96
+    assert s.report().usage.cached_tokens == 96
 
 
 @pytest.mark.parametrize("length", [33, 64, 65, 96, 97])
@@ -116,7 +116,7 @@ def test_an_exact_hit(s: Session, length: int) -> None:
     truth = answer(s, request, DflashDrafter())
     s.prefixes.put("skills", LONG[:length])
     assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().cached_tokens == cached_length(length, CHUNK) > 0
+    assert s.report().usage.cached_tokens == cached_length(length, CHUNK) > 0
 
 
 def test_a_prefix_that_no_prompt_reaches_is_left_alone(s: Session) -> None:
@@ -124,15 +124,15 @@ def test_a_prefix_that_no_prompt_reaches_is_left_alone(s: Session) -> None:
     for length in (1, 50, 192):
         request = Request(prompt=LONG[:length], max_tokens=5)
         truth = answer(s, request, DflashDrafter())
-        assert s.report().cached_tokens == 0
+        assert s.report().usage.cached_tokens == 0
         s.prefixes.drop("skills")
         assert answer(s, request, DflashDrafter()) == truth
         s.prefixes.put("skills", LONG[:200])
     answer(s, Request(prompt=LONG[:193], max_tokens=5), DflashDrafter())
-    assert s.report().cached_tokens == 192
+    assert s.report().usage.cached_tokens == 192
     other = (*LONG[:100], (LONG[100] + 1) % 240, *LONG[101:250])
     answer(s, Request(prompt=other, max_tokens=5), DflashDrafter())
-    assert s.report().cached_tokens == 0
+    assert s.report().usage.cached_tokens == 0
 
 
 def test_the_longest_that_fits_is_used(s: Session) -> None:
@@ -145,7 +145,7 @@ def test_the_longest_that_fits_is_used(s: Session) -> None:
         assert found
         assert found.held == cached
         answer(s, request, DflashDrafter())
-        assert s.report().cached_tokens == cached
+        assert s.report().usage.cached_tokens == cached
 
 
 def test_memory_is_budgeted_and_the_least_recently_used_goes(s: Session) -> None:
@@ -154,7 +154,7 @@ def test_memory_is_budgeted_and_the_least_recently_used_goes(s: Session) -> None
     for i in range(3):
         s.prefixes.put(f"p{i}", prompt(65, seed=50 + i), pinned=i == 0)
     answer(s, Request(prompt=(*prompt(65, seed=51), 7), max_tokens=2), DflashDrafter())
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
     s.prefixes.put("p3", prompt(65, seed=53), pinned=False)
     assert [p.name for p in s.prefixes.list()] == ["p0", "p1", "p3"], "p2 was used longest ago"
     s.prefixes.put("p4", prompt(129, seed=54), pinned=False)
@@ -226,7 +226,7 @@ def test_put_can_be_stopped_and_drop_forgets(s: Session) -> None:
     assert s.prefixes.drop("skills")
     assert not s.prefixes.drop("skills")
     answer(s, Request(prompt=LONG[:150], max_tokens=2), DflashDrafter())
-    assert s.report().cached_tokens == 0
+    assert s.report().usage.cached_tokens == 0
 
 
 def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
@@ -250,7 +250,7 @@ def test_a_request_whose_state_one_with_a_prefix_took_away_fails(s: Session) -> 
         for _ in range(steps):
             next(answers)
         answer(s, Request(prompt=other, max_tokens=3), DflashDrafter())
-        assert s.report().cached_tokens == 32
+        assert s.report().usage.cached_tokens == 32
         here = s.model.state.length
         with pytest.raises(TransactionError, match="must have the state to itself"):
             next(answers)
@@ -273,7 +273,7 @@ def test_saved_and_loaded_it_is_the_same(s: Session, tmp_path: Path) -> None:
     )  # fmt: skip
     assert answer(s, request, DflashDrafter()) == truth
     assert s.report().spec == plain
-    assert s.report().cached_tokens == 96
+    assert s.report().usage.cached_tokens == 96
 
 
 def test_any_altered_byte_is_noticed(s: Session, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from thor_dflash.runtime.session import Request, open_session
 )
 def test_admission_refuses_before_anything_runs(request_: Request, message: str) -> None:
     s = session()
-    for refused in (s.generate, s.check):
+    for refused in (s.generate, s.admit):
         with pytest.raises(RequestError, match=message):
             refused(request_)
 
@@ -54,7 +54,7 @@ def test_every_place_for_a_stop_id_may_be_taken() -> None:
     last = max(truth)
     assert last > unsaid[-1], "in the last place"
     full = replace(request, stop=frozenset({*unsaid, last}))
-    s.check(full)
+    s.admit(full)
     assert answer(s, full, NoDrafter()) == truth[: truth.index(last)]
 
 

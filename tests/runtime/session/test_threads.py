@@ -75,7 +75,7 @@ def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.Monke
     meeting = Meeting(s, monkeypatch)
     meeting.between(lambda: next(first), lambda: s.prefixes.put("it", whole))
     assert answer(s, asked, NoDrafter()) == truth
-    assert s.report().cached_tokens == 64
+    assert s.report().usage.cached_tokens == 64
     s.prefixes.drop("it")
 
 
@@ -175,5 +175,5 @@ def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
     report = s.report()
     done.set()
     thread.join()
-    assert (report.finish, report.timings.phases_ms) == ("cancelled", {})
+    assert (report.finish, report.phases_ms) == ("cancelled", {})
     assert answer(s, Request(prompt=prompt(20), max_tokens=20), NoDrafter())

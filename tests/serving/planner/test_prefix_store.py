@@ -42,8 +42,8 @@ class Lent(SessionBackend):
     """
 
     def close(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._store is not None:
+            self._store.close()
         self.session.prefixes = PrefixCache(self.session.model)
 
 

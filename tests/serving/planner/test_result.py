@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.results import Timings, Usage
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.result import Decoded, result
 from thor_dflash.serving.protocol import messages
@@ -24,8 +25,8 @@ def ended(
         text=text,
         thinking="",
         tokens=(),
-        usage=messages.Usage(),
-        timings=messages.Timings(),
+        usage=Usage(),
+        timings=Timings(),
         spec=None,
     )
     return result(prepared, decoded)

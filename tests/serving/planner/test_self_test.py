@@ -14,8 +14,8 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.serving.planner import session_backend
-from thor_dflash.serving.planner.session_backend import SELF_TOKENS, SessionBackend
+from thor_dflash.serving.planner import self_test, session_backend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol.messages import PlanRequest
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
@@ -42,8 +42,8 @@ def test_the_self_test_measures_and_signs(backend: SessionBackend) -> None:
 def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
     config = EngineConfig(threads=1, capacity=80)
     short = SessionBackend(open_session(package(), config, Silent()), SHORT)
-    prompt = short._self_test()
-    assert len(prompt) < short.session.model.limit < len(prompt) + SELF_TOKENS
+    prompt = self_test.prompt_of(short.session)
+    assert len(prompt) < short.session.model.limit < len(prompt) + self_test.TOKENS
     short.warm()
     assert short.about.golden_sha256
     short.close()

@@ -257,7 +257,7 @@ def test_cancelling_leaves_the_next_plan_as_it_was(backend: SessionBackend) -> N
             return "cancelled" if steps > after else None
 
         run = backend.start(backend.prepare(ask, None), None)
-        result = drive(run, stopped, lambda chunk: None)
+        *_, result = drive(run, stopped=stopped)
         assert result.finish_reason == "cancelled"
         assert (result.tokens or ()) == (whole or ())[: len(result.tokens or ())]
         assert LocalPlanner(backend).plan(ask).tokens == whole
@@ -320,8 +320,8 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) ->
     assert prepared.thinks
     room = backend.rates.thinking_room(60.0, len(prepared.prompt), 20)
     run = backend.start(prepared, 60.0)
-    result = drive(run, lambda: None, lambda chunk: None)
-    free = drive(backend.start(prepared, None), lambda: None, lambda chunk: None)
+    *_, result = drive(run)
+    *_, free = drive(backend.start(prepared, None))
     assert 0 < room <= result.usage.thinking_tokens < free.usage.thinking_tokens
     assert result.thinking_closed == "hard"
     auto = structs.replace(ask, thinking="auto", thinking_budget=None)

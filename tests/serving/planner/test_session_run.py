@@ -48,7 +48,13 @@ def backend(session: Session) -> Kept:
 
 def plan(backend: SessionBackend, ask: PlanRequest) -> messages.Result:
     run = backend.start(backend.prepare(ask, None), None)
-    return drive(run, lambda: None, lambda chunk: None)
+    return ended(run)
+
+
+def ended(run: SessionRun) -> messages.Result:
+    *_, result = drive(run)
+    assert isinstance(result, messages.Result)
+    return result
 
 
 def told(
@@ -85,7 +91,7 @@ def test_an_answer_that_never_came_is_thinking_exhausted(
     backend: Kept, ask: PlanRequest, said: str, finish: str
 ) -> None:
     run = told(backend, ask, TokenChunk(tuple(backend.tokenizer.encode(said)), "length"))
-    result = drive(run, lambda: None, lambda chunk: None)
+    result = ended(run)
     assert (result.finish_reason, result.status) == (finish, "partial")
 
 
@@ -94,7 +100,7 @@ def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
     assert backend.tokenizer.decode(half) == "{�"
     chunks: list[messages.Chunk] = []
     ask = structs.replace(ANSWERS, stream="text", parts=("text",))
-    result = drive(told(backend, ask, TokenChunk(tuple(half), "stop")), lambda: None, chunks.append)
+    *chunks, result = drive(told(backend, ask, TokenChunk(tuple(half), "stop")))
     assert "".join(chunk.text or "" for chunk in chunks) == result.text == "{�"
 
 
@@ -166,7 +172,7 @@ def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: K
     count = threading.active_count()
     run = backend.start(backend.prepare(ANSWERS, None), None)
     assert threading.active_count() == count
-    timings = drive(run, lambda: None, lambda chunk: None).timings
+    timings = ended(run).timings
     assert timings
     assert timings.energy_j is None
 

@@ -52,7 +52,7 @@ class Unwritable(MockBackend):
         if prepared.ask.id != "bad":
             return run
         if self.where == "chunk":
-            run._speech = Chunks()
+            run._writer = Chunks()
         else:
             whole = run.result
             run.result = lambda stop: structs.replace(whole(stop), plan=object())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from thor_dflash.core.results import Speculation, Timings
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.stats import MAX_LISTED, WINDOW, Stats
 
@@ -9,7 +10,7 @@ from thor_dflash.serving.server.stats import MAX_LISTED, WINDOW, Stats
 def test_percentiles_are_values_of_the_newest_plans() -> None:
     stats = Stats()
     for number in range(WINDOW + 100, 0, -1):
-        times = messages.Timings(queue_ms=number, e2e_ms=2.0 * number)
+        times = Timings(queue_ms=number, e2e_ms=2.0 * number)
         stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = stats.show()["percentiles"]
     # Of 1 to 256, sorted: the value at index 256 * p // 100.
@@ -17,14 +18,14 @@ def test_percentiles_are_values_of_the_newest_plans() -> None:
     assert shown["e2e_ms"] == {"p50": 258, "p90": 462, "p99": 508}
     assert shown["ttfa_ms"] is None
     one = Stats()
-    one.result(messages.Result(finish_reason="stop", timings=messages.Timings(queue_ms=7)))
+    one.result(messages.Result(finish_reason="stop", timings=Timings(queue_ms=7)))
     assert one.show()["percentiles"]["queue_ms"] == {"p50": 7, "p90": 7, "p99": 7}
 
 
 def test_speculation_is_summed() -> None:
     stats = Stats()
     for accepted in ((2, 1), (3, 0, 1)):
-        spec = messages.Spec(
+        spec = Speculation(
             cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted
         )
         stats.result(messages.Result(finish_reason="stop", spec=spec))
@@ -39,7 +40,7 @@ def test_speculation_is_summed() -> None:
 def test_the_newest_plans_are_shown() -> None:
     stats = Stats()
     for number in range(MAX_LISTED + 3):
-        times = messages.Timings(queue_ms=number)
+        times = Timings(queue_ms=number)
         stats.result(messages.Result(finish_reason="stop", timings=times))
     shown = [plan["queue_ms"] for plan in stats.show()["last"]]
     assert shown == list(range(3, MAX_LISTED + 3))

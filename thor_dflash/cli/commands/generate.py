@@ -79,7 +79,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     for text in unused_schema_notes(request, answer.text() if answer else ""):
         print_line(sys.stderr, f"note: {text}")
     if args.json:
-        print(json.dumps(_result(request.prompt, output, answer, report)))
+        print(json.dumps(_result(output, answer, report)))
     else:
         print_line(sys.stderr, _summary(output, report))
 
@@ -133,21 +133,15 @@ def _ids(tokens: tuple[int, ...]) -> list[TextPiece]:
     return [TextPiece(f"{token} ", thinking=False) for token in tokens]
 
 
-def _result(
-    prompt: tuple[int, ...], output: Completion, answer: Answer | None, report: RequestReport
-) -> dict[str, object]:
+def _result(output: Completion, answer: Answer | None, report: RequestReport) -> dict[str, object]:
     return {
         "tokens": output.tokens,
         "text": answer.text() if answer else None,
         "thinking": answer.thinking() if answer else None,
         "finish_reason": output.finish,
-        "usage": {
-            "prompt_tokens": len(prompt),
-            "thinking_tokens": answer.thinking_tokens if answer else None,
-            "output_tokens": len(output.tokens),
-        },
+        "usage": dataclasses.asdict(report.usage),
         "spec": dataclasses.asdict(report.spec),
-        "timings": dataclasses.asdict(report.timings),
+        "timings": {**dataclasses.asdict(report.timings), "phases_ms": dict(report.phases_ms)},
         "phases": {name: dataclasses.asdict(part) for name, part in report.phases.items()},
         "close_kind": report.close,
         "notes": [dataclasses.asdict(note) for note in report.notes],

@@ -1,0 +1,81 @@
+"""The self-test of a backend: drafted decoding must give the exact tokens of plain decoding."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from thor_dflash.core.errors import ModelFault
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.serving.planner import startup_checks
+from thor_dflash.serving.planner.latency_model import LatencyModel
+
+QUESTION = "Self-test: put the cup on the table, then bring the plate to the kitchen."
+TOKENS = 48
+"""Tokens decoded three times: at least three blocks, about a second on a Thor."""
+ANSWER = 8
+"""Tokens of the answer under a schema."""
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+
+
+def prompt_of(session: Session) -> tuple[int, ...]:
+    """Return the self-test's prompt.
+
+    Raises:
+        ConfigError: the context is too short for it.
+    """
+    assert session.tokenizer is not None
+    text = session.tokenizer.render([{"role": "user", "content": QUESTION}], True)
+    prompt = tuple(session.tokenizer.encode(text))
+    startup_checks.check_self_test(session.model, len(prompt), ANSWER)
+    return prompt
+
+
+def run(
+    session: Session, prompt: tuple[int, ...], model: Callable[[], LatencyModel], idle_s: float
+) -> tuple[LatencyModel, str]:
+    """Decode the prompt plainly, twice with the drafter, and under a schema. Return the latency
+    model with the measured cycles, and the SHA-256 of the tokens.
+
+    Args:
+        model: Makes a latency model without cycles.
+        idle_s: Added to the time of each step.
+
+    Raises:
+        ModelFault: the tokens differ.
+    """
+    stop = frozenset(session.manifest.stop_tokens)
+    count = min(TOKENS, session.model.limit - len(prompt))
+    drafted = Request(prompt=prompt, max_tokens=count, drafter=session.drafter)
+    plain = _decode(session, replace(drafted, drafter="none"), rates := model(), idle_s)
+    for _ in range(2):
+        if _decode(session, drafted, rates := model(), idle_s) != plain:
+            raise ModelFault(
+                "the self-test must decode the same tokens with and without the drafter "
+                "(got others): the package or the machine is damaged"
+            )
+    if stop:
+        # The first grammar masks of a process take a hundred times as long as later ones.
+        grammar = session.grammar(SCHEMA)
+        answer = replace(drafted, grammar=grammar, stop=stop, max_tokens=ANSWER)
+        _decode(session, answer, rates, idle_s)
+    return rates, hashlib.sha256(repr(plain).encode()).hexdigest()
+
+
+def _decode(
+    session: Session, request: Request, rates: LatencyModel, idle_s: float
+) -> tuple[int, ...]:
+    tokens: list[int] = []
+    last = time.perf_counter()
+    for chunk in session.generate(request):
+        now = time.perf_counter()
+        ms = 1e3 * (now - last + idle_s)
+        tokens += chunk.tokens
+        if chunk.prompt_done:
+            rates.step(ms, chunk.prompt_rows)
+        else:
+            rates.cycle(ms, len(chunk.tokens), thinking=False)
+        last = now
+    return tuple(tokens)
