@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.core.message_text import show
+from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, StopReason
