@@ -26,7 +26,7 @@ class BudgetConfig:
     """How thinking is closed; hard: at the budget and not before, soft: also in the last part of
     the budget, at a row where the target nearly chooses to close it."""
     reply: Count = 0
-    """Tokens reserved for closing message and reply; 0: the card's, or what `max_tokens` leaves if
+    """Tokens reserved for closing message and reply; 0: the card's, or what the context leaves if
     that is less."""
     message: str = ""
     """Message that closes the thinking at the budget; "": the card's. Must hold `</think>` once,
@@ -88,7 +88,7 @@ class DecodeConfig:
     """Proposer of drafts; auto: the package's drafter if it has one, none: decode plainly, the same
     tokens more slowly."""
     max_tokens: Positive = 1024
-    """Longest answer, thinking included, tokens."""
+    """Longest answer, thinking not counted, tokens."""
     thinking: Literal["on", "off"] = "on"
     """Whether the model thinks before it answers."""
     ignore_eos: bool = False

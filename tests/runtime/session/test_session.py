@@ -105,7 +105,7 @@ def test_report_counts_what_happened() -> None:
     assert spec.accepted == sum(spec.accepted_per_position) == len(truth) - spec.cycles
     assert spec.accept_len == len(truth) / spec.cycles
     assert 0 < times.prefill_ms < times.ttft_ms <= times.e2e_ms
-    assert {"verify", "accept", "propose", "observe", "host"} <= set(times.phases_ms)
+    assert {"verify", "accept", "propose", "observe", "host"} <= set(s.report().phases_ms)
 
 
 def test_no_report_before_a_request_ended() -> None:
