@@ -62,11 +62,7 @@ BANNED = set(
 """Nothing is configured from the environment, and no object is probed or changed by name."""
 PURE = {"all", "bool", "isinstance", "is_absolute", "len", "of", "tuple", "zip"}
 """Functions and methods that an assertion may call."""
-<<<<<<< HEAD
-TWICE = set("Place Spec Timings".split())
-=======
 TWICE = {"Place"}
->>>>>>> 777e0f1 (One class name is left that two files define)
 """Class names that are defined in several files. The list may only shrink."""
 WORDS = re.compile(
     r"(?<![a-z])(rooms?|roomy|roomier|floors?(?!f?\()|floored|flooring|letters?|lettered|desks?"
