@@ -156,7 +156,7 @@ def test_an_abandoned_request_waits_for_no_step_that_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its finaliser may run in a thread that holds what that step waits for."""
-    monkeypatch.setattr("thor_dflash.runtime.session.FINALISER_S", 0.01)
+    monkeypatch.setattr("thor_dflash.runtime.session.session.FINALISER_S", 0.01)
     s = session()
     chunks = s.run(Request(prompt=prompt(20), max_tokens=20), NoDrafter())
     next(chunks)
