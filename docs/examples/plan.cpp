@@ -1,4 +1,4 @@
-// Ask a plan server for a plan and act on each step as soon as it is whole.
+// Request a plan and act on each step as soon as it is whole.
 //
 //   g++ -std=c++17 plan.cpp -lzmq -o plan        (Debian: libzmq3-dev cppzmq-dev nlohmann-json3-dev)
 //   ./plan tcp://127.0.0.1:5571 "Bring the cup to the table."
@@ -25,15 +25,15 @@ int main(int argc, char** argv) {
   // An id that was never used before: no late reply can then be taken for this one's.
   const auto now = std::chrono::system_clock::now().time_since_epoch().count();
   const std::string id = "cpp-" + std::to_string(now);
-  const json ask = {{"v", 1},          {"op", "plan"},      {"id", id},
-                    {"prompt", argv[2]}, {"stream", "steps"}, {"deadline_ms", 10000}};
+  const json request = {{"v", 1},           {"op", "plan"},      {"id", id},
+                        {"prompt", argv[2]}, {"stream", "steps"}, {"deadline_ms", 10000}};
   socket.send(zmq::message_t(), zmq::send_flags::sndmore);  // a DEALER writes its own empty frame
-  socket.send(zmq::buffer(ask.dump()), zmq::send_flags::none);
+  socket.send(zmq::buffer(request.dump()), zmq::send_flags::none);
 
   for (;;) {
     zmq::multipart_t message;
     if (!message.recv(socket)) {
-      std::cerr << "no answer\n";
+      std::cerr << "no reply\n";
       return 1;
     }
     const json reply = json::parse(message.back().to_string());

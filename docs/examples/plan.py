@@ -1,4 +1,4 @@
-"""Ask a plan server for a plan and act on each step as soon as it is whole.
+"""Request a plan and act on each step as soon as it is whole.
 
 python docs/examples/plan.py tcp://127.0.0.1:5571 "Bring the cup to the table."
 """
@@ -11,9 +11,9 @@ from thor_dflash.serving.client import Chunk, PlanError, PlanRequest, RemotePlan
 def main(endpoint: str, prompt: str) -> int:
     """Print steps as they come, then how the plan ended."""
     with RemotePlanner(endpoint) as planner:
-        ask = PlanRequest(prompt=prompt, stream="steps", deadline_ms=10_000)
+        request = PlanRequest(prompt=prompt, stream="steps", deadline_ms=10_000)
         try:
-            for event in planner.stream(ask):
+            for event in planner.stream(request):
                 if isinstance(event, Chunk):
                     print("step", event.step["skill"], event.step["args"])
                 else:

@@ -1,12 +1,14 @@
 """The long checks of serving, which are run by hand and reported in docs/performance/serving.md.
 
-    python tests/serving/soak.py PKG control|overhead|cancel|hostile|soak [COUNT]
+    python tests/serving/soak.py PKG CHECK[=COUNT] ... [--json]
 
-From the repository root, with PYTHONPATH=.:tests. Each prints what it found and fails loudly.
+CHECK is control, overhead, cancel, hostile or soak. From the repository root, with
+PYTHONPATH=.:tests. Each check returns rows of a table, and fails loudly.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -24,6 +26,7 @@ import zmq
 from support.hostile_peers import attack
 from support.soak_clients import Robot, Soak
 
+from thor_dflash.calib.studies import script
 from thor_dflash.cli.commands.serve import SWITCH_S
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
@@ -71,15 +74,21 @@ def resident(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def percentiles(values: list[float]) -> str:
-    """p50, p99 and the maximum, without interpolation."""
+Rows = list[tuple[str, object]]
+"""Measurements and their values."""
+
+
+def percentiles(name: str, values: list[float]) -> Rows:
+    """p50, p99 and the maximum, ms, without interpolation."""
     ranked = sorted(values)
     p99 = ranked[min(len(ranked) - 1, len(ranked) * 99 // 100)]
-    return f"p50 {ranked[len(ranked) // 2]:.2f}, p99 {p99:.2f}, max {ranked[-1]:.2f} ms"
+    found = {"p50": ranked[len(ranked) // 2], "p99": p99, "most": ranked[-1]}
+    return [(f"{name}, {key}, ms", round(value, 2)) for key, value in found.items()]
 
 
-def control(package: str, count: int) -> None:
+def control(package: str, count: int) -> Rows:
     """Time control operations while plans are decoded."""
+    rows: Rows = []
     with server("--package", package) as (endpoint, _):
         over = threading.Event()
 
@@ -106,11 +115,10 @@ def control(package: str, count: int) -> None:
                     ask()
                     times.append(1e3 * (time.perf_counter() - begin))
                     time.sleep(0.002)
-                print(f"control {op}: {count} while a plan decodes, {percentiles(times)}")
-            bound = planner.hello()["limits"]["cancel_bound_ms"]
-            print(f"cancel bound published: {bound:.0f} ms")
+                rows += percentiles(f"{op} while a plan decodes, {count} times", times)
         over.set()
         thread.join()
+    return rows
 
 
 def tasks(count: int) -> list[tuple[Message, ...]]:
@@ -121,7 +129,7 @@ def tasks(count: int) -> list[tuple[Message, ...]]:
     return [tuple(Message(role=m["role"], content=m["content"]) for m in chat) for chat in chosen]
 
 
-def overhead(package: str, count: int) -> None:
+def overhead(package: str, count: int) -> Rows:
     """Time plans in pairs, by the decoding loop itself and by the server: same session, same
     prompts, same tokens.
 
@@ -156,24 +164,26 @@ def overhead(package: str, count: int) -> None:
                 return list(planner.plan(ask).tokens or ())
 
             ways: list[Callable[[], list[int]]] = [lambda: pool.submit(loop).result(), served]
-            took, told = [0.0, 0.0], [list[int](), list[int]()]
+            took, tokens = [0.0, 0.0], [list[int](), list[int]()]
             for way in (0, 1) if number % 2 else (1, 0):
                 begin = time.perf_counter()
-                told[way] = ways[way]()
+                tokens[way] = ways[way]()
                 took[way] = 1e3 * (time.perf_counter() - begin)
-            assert told[0] == told[1], "a server that changes the plan"
+            assert tokens[0] == tokens[1], "a server that changes the plan"
             if number >= 2:  # the first two warm everything up
                 pairs.append((took[0], took[1]))
     shares = sorted(100 * (server / loop - 1) for loop, server in pairs)
     medians = [median(pair[way] for pair in pairs) for way in (0, 1)]
     low, high = shares[len(shares) // 4], shares[len(shares) * 3 // 4]
-    print(
-        f"overhead: {median(shares):+.2f} % by the median of {count} pairs (quartiles {low:+.2f}, "
-        f"{high:+.2f}); medians {medians[0]:.1f} ms by the loop, {medians[1]:.1f} ms by the server"
-    )
+    return [
+        (f"overhead of the server, median of {count} pairs, %", round(median(shares), 2)),
+        ("overhead, quartiles, %", f"{low:.2f}, {high:.2f}"),
+        ("a plan by the loop, median, ms", round(medians[0], 1)),
+        ("a plan by the server, median, ms", round(medians[1], 1)),
+    ]
 
 
-def cancel(package: str, count: int) -> None:
+def cancel(package: str, count: int) -> Rows:
     """Time cancels at random moments of prefill and decode against the bound that hello gives."""
     rng, late = random.Random(3), list[float]()
     chat = [{"role": "user", "content": "Bring the cup to the table. " * 60}]
@@ -195,15 +205,12 @@ def cancel(package: str, count: int) -> None:
                 late.append(1e3 * (time.perf_counter() - begin))
             robot.drain()
     over = sum(ms > limits["cancel_bound_ms"] for ms in late)
-    print(
-        f"cancel: {len(late)} of {count} in time, {percentiles(late)}; published bound "
-        f"{limits['cancel_bound_ms']:.0f} ms with steps of {limits['prefill_chunk']} tokens, "
-        f"{over} above it"
-    )
     assert not over
+    rows = percentiles(f"cancel to the plan's last message, {len(late)} of {count}", late)
+    return [*rows, ("cancel bound that hello publishes, ms", limits["cancel_bound_ms"])]
 
 
-def hostile(package: str, count: int) -> None:
+def hostile(package: str, count: int) -> Rows:
     """Send hostile frames while a well-behaved client is served throughout."""
     with server("--mock", "--set", "serve.max_message=100000") as (endpoint, pid):
         sizes: list[float] = []
@@ -224,15 +231,19 @@ def hostile(package: str, count: int) -> None:
             attacked.join()
             stats = planner.stats()
         seconds = time.monotonic() - begin
-        print(f"hostile: {count} frames in {seconds:.0f} s, {stats['refused']}")
-        print(f"hostile: {served} plans and pings of a good client meanwhile, {percentiles(times)}")
         tenth, last = sizes[len(sizes) // 10], sizes[-1]
-        print(f"hostile: memory {tenth:.1f} MB after a tenth, {last:.1f} MB at the end")
         assert stats["refused"].get("internal", 0) == 0
         assert last < 1.1 * tenth + 8
+        return [
+            (f"{count} hostile messages, s", round(seconds)),
+            ("plans of a good client meanwhile", served),
+            *percentiles("its pings", times),
+            ("memory after a tenth, MB", round(tenth, 1)),
+            ("memory at the end, MB", round(last, 1)),
+        ]
 
 
-def soak(package: str, count: int) -> None:
+def soak(package: str, count: int) -> Rows:
     """Request plans, with random cancels, disconnects, preemptions and deadlines."""
     with server("--package", package) as (endpoint, pid):
         it = Soak(endpoint, seed=2)
@@ -242,15 +253,34 @@ def soak(package: str, count: int) -> None:
         it.run(count)
         after, seconds = resident(pid), time.monotonic() - begin
         it.close()
-        print(f"soak: {it.asked} plans in {seconds:.0f} s, {dict(it.tally)}")
-        print(f"soak: memory {before:.1f} MB after a tenth, {after:.1f} MB at the end")
-        print(f"soak: cancel to final answer, {len(it.late)} times, {percentiles(it.late)}")
         assert after < 1.05 * before + 16
+        return [
+            (f"soak of {it.asked} plans, s", round(seconds)),
+            *((f"soak: {name}", number) for name, number in it.tally.items()),
+            *percentiles("soak: cancel to the plan's last message", it.late),
+            ("soak: memory after a tenth, MB", round(before, 1)),
+            ("soak: memory at the end, MB", round(after, 1)),
+        ]
+
+
+CHECKS = {
+    "control": control, "overhead": overhead, "cancel": cancel, "hostile": hostile, "soak": soak,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run the checks and show one table."""
+    parser = argparse.ArgumentParser(description="the long checks of serving")
+    parser.add_argument("package")
+    parser.add_argument("checks", nargs="+", metavar="CHECK[=COUNT]")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    args = parser.parse_args()
+    rows: Rows = []
+    for check in args.checks:
+        name, _, count = check.partition("=")
+        rows += CHECKS[name](args.package, int(count or 100))
+    script.show([("serving", [("measurement", "value"), *rows])], as_json=args.json)
 
 
 if __name__ == "__main__":
-    what = {
-        "control": control, "overhead": overhead, "cancel": cancel, "hostile": hostile,
-        "soak": soak,
-    }  # fmt: skip
-    what[sys.argv[2]](sys.argv[1], int(sys.argv[3]) if len(sys.argv) > 3 else 100)
+    main()
