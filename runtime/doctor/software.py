@@ -36,7 +36,7 @@ USES = {
     "ort": "for packages of engine ort",
     "cuda": "for packages of engine cuda",
     "tensorrt": "to build and run packages of engine tensorrt, beside TensorRT itself",
-    "serve": "to serve plans, and to ask for one",
+    "serve": "to serve plans, and to request one",
     "http": "for the HTTP gateway",
 }
 CUDA = 13000

@@ -1,4 +1,4 @@
-"""Files that the command line reads and writes: what is wrong with one is told with its name."""
+"""Files that the command line reads and writes: an error names the file."""
 
 from __future__ import annotations
 

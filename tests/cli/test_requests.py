@@ -18,14 +18,14 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request
 
 
-def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
+def request_of(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
     """Returns the request for a package with a drafter. Its stand-in of a chat template renders "t"
     with thinking and "f" without.
     """
     text = SimpleNamespace(
         marks=None,
         render=lambda messages, thinking: "t" if thinking else "f",
-        encode=lambda text: [ord(letter) for letter in text],
+        encode=lambda text: [ord(character) for character in text],
     )
     session: Any = SimpleNamespace(
         manifest=MANIFEST, tokenizer=text, model=SimpleNamespace(limit=100, capacity=116)
@@ -34,8 +34,8 @@ def asked(*overrides: str, messages: list[dict[str, str]] | None = None) -> Requ
     return prompt_options.request(session, load(None, overrides), Silent())
 
 
-def test_what_is_said_of_decoding_reaches_the_session() -> None:
-    request = asked(
+def test_the_decode_section_reaches_the_session() -> None:
+    request = request_of(
         "decode.gate=on", "decode.accept=relaxed", "decode.relaxed.k=2", "decode.draft.seed=7",
         "decode.budget.tokens=5", "decode.max_tokens=9", "decode.drafter=dflash",
     )  # fmt: skip
@@ -45,8 +45,8 @@ def test_what_is_said_of_decoding_reaches_the_session() -> None:
     assert (request.stop, request.drafter) == (frozenset(MANIFEST.stop_tokens), "dflash")
 
 
-def test_what_is_not_said_is_left_as_it_was_made() -> None:
-    request = asked("decode.relaxed.k=2")  # has no effect without decode.accept=relaxed
+def test_what_is_not_set_is_left_as_it_was_made() -> None:
+    request = request_of("decode.relaxed.k=2")  # has no effect without decode.accept=relaxed
     assert (request.gate, request.relaxed) == (False, None)
     assert (request.draft, request.budget) == (NO_DRAFT_LIMITS, NO_BUDGET)
     assert request.drafter == "dflash", "the package's own"
@@ -66,7 +66,7 @@ def test_what_is_not_said_is_left_as_it_was_made() -> None:
 def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
     overrides: tuple[str, ...], thinks: bool
 ) -> None:
-    request = asked(*overrides, messages=[{"role": "user", "content": "x"}])
+    request = request_of(*overrides, messages=[{"role": "user", "content": "x"}])
     assert request.prompt == (ord("t" if thinks else "f"),)
 
 
@@ -100,17 +100,17 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
 def test_accepting_near_misses_in_no_thinking_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, off: str, got: str
 ) -> None:
-    said = f"decode.accept relaxed must go with decode.thinking on (got {got})"
+    expected = f"decode.accept relaxed must go with decode.thinking on (got {got})"
     line = [verb, "--package", str(tmp_path / "none"), "--prompt", "a"]
     for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
         assert main.main([*line, off, *relaxed]) == 2
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
         assert main.main([*line, *relaxed]) == 2
         assert "must be a package directory" in capsys.readouterr().err
     file = tmp_path / "robot.toml"
     file.write_text('[decode]\naccept = "relaxed"\n')
     assert main.main([*line, "-c", str(file), off]) == 2
-    assert said not in capsys.readouterr().err, "the file is for other answers, too"
+    assert expected not in capsys.readouterr().err, "the file is for other answers, too"
 
 
 def test_near_misses_are_accepted_in_the_thinking_that_a_budget_grants(

@@ -1,4 +1,4 @@
-"""`--schema` of `generate` and `profile`: answers obey it, and what is wrong with it is told."""
+"""`--schema` of `generate` and `profile`: answers obey it, and errors name it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_a_schema_that_applied_to_nothing_is_noted(
 ) -> None:
     few = ("--max-tokens", "3", *(("--runs", "1", "--warmup", "0") if verb == "profile" else ()))
     note = "note: the schema applied to nothing: no answer came after the thinking"
-    for thinking, said in (("off", False), ("on", True)):
+    for thinking, expected in (("off", False), ("on", True)):
         more = ("-s", f"decode.thinking={thinking}", *few)
         assert run(tmp_path, verb, SMALL, *more, prompt=(*PROMPT[:2], *PROMPT[4:])) == 0
-        assert (note in "".join(capsys.readouterr())) is said
+        assert (note in "".join(capsys.readouterr())) is expected
 
 
 def test_of_many_such_places_the_first_are_named(
@@ -81,11 +81,11 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
 ) -> None:
     few = ("--max-tokens", "9", "--runs", "1", "--warmup", "0")
     assert run(tmp_path, "profile", SMALL, *few, "--json") == 0
-    said = capsys.readouterr().out
-    found: dict[str, Any] = json.loads(said)
+    expected = capsys.readouterr().out
+    found: dict[str, Any] = json.loads(expected)
     assert {"propose", "verify", "accept_masked", "observe"} < set(found["phases"])
     assert "accept" not in found["phases"]
-    (tmp_path / "before.json").write_text(said)
+    (tmp_path / "before.json").write_text(expected)
     same = ("--compare", str(tmp_path / "before.json"))
     assert run(tmp_path, "profile", SMALL, *few, *same) == 0
     assert run(tmp_path, "profile", PLAN, *few, *same) == 2
@@ -99,7 +99,7 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
 
 @pytest.mark.parametrize("verb", ["generate", "profile"])
 @pytest.mark.parametrize(
-    ("schema", "more", "told"),
+    ("schema", "more", "expected"),
     [
         ([1], (), "schema.json must hold a JSON object (got [1])"),
         ({}, ("--ignore-eos",), "--schema must go with stop tokens, which end the answer (got "),
@@ -109,16 +109,16 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
 )
 def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, schema: object,
-    more: tuple[str, ...], told: str,
+    more: tuple[str, ...], expected: str,
 ) -> None:  # fmt: skip
     assert run(tmp_path, verb, schema, *more) == 2
     err = capsys.readouterr().err
-    assert told in err
+    assert expected in err
     assert "loading" not in err
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "expected"),
     [
         ({"type": "objekt"}, "schema must be one that can be compiled (got: Invalid type: objekt"),
         ({"enum": []}, "schema must"),
@@ -126,12 +126,12 @@ def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
     ],
 )
 def test_a_schema_that_no_answer_can_obey_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: object, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: object, expected: str
 ) -> None:
     assert run(tmp_path, "generate", schema) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert told in err.splitlines()[-1]
+    assert expected in err.splitlines()[-1]
 
 
 def test_a_trace_does_not_replace_the_schema(

@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own takes a full disk, and a pipe that nobody reads, for success.
+        # argparse's own takes a full disk, and a pipe without a reader, for success.
         (file or sys.stderr).write(message)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

@@ -13,7 +13,7 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.message_text import show
 
 BLOCK = 16
-"""Rows of a block if neither the configuration nor a drafter says."""
+"""Rows of a block if neither the configuration nor a drafter has it."""
 CAPACITY = 8192
 """Default context, tokens."""
 LONGEST_NAME = 100

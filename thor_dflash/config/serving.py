@@ -51,7 +51,7 @@ class ServeConfig:
     prefix_mb: Count = 1024
     """Memory for pinned prefixes, MiB: about four of 2000 tokens of the 27B (FP8 cache)."""
     prefix_dir: str = ""
-    """Directory, used by this server alone, for prefixes that clients ask to persist; "": such
+    """Directory, used by this server alone, for prefixes that clients persist; "": such
     requests are refused. The files hold the prompts unencrypted."""
     cancel_ms: Annotated[int, Meta(ge=1, le=DAY_S * 1000)] = 250
     """Target for the time of a prefill step, and so for the delay of a cancel during one, ms. The

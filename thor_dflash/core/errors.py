@@ -37,7 +37,7 @@ class PackageError(ThorError):
 
 
 class EngineError(ThorError):
-    """An engine, a graph or the device cannot do what is asked of it."""
+    """An engine, a graph or the device cannot do what is requested."""
 
 
 class OutOfMemory(EngineError):

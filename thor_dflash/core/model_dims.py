@@ -1,6 +1,6 @@
 """Sizes of the two models, as read from their config.json, without constants of any one model.
 
-Letters used in the rooms and graphs
+Symbols of the operators and graphs
     T   rows of a step (block or prefill chunk)      H   hidden size of the residual stream
     V   vocabulary rows of the head                  D   head dimension
     R   rows of the verify block
@@ -85,7 +85,7 @@ class DrafterDims:
     """Target layers, 0-based, whose output residual streams are concatenated, in this order."""
     mask_token: int
     target_layers: int
-    """Layers of the target that the drafter was trained on; 0 if the config does not say."""
+    """Layers of the target that the drafter was trained on; 0 if the config lacks it."""
     max_position: int
 
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, Self, TextIO, cast
 INTERVAL = 2.0
 """Minimum time between two plain lines of one task, s."""
 
-State = Literal["going", "done", "failed"]
+State = Literal["running", "done", "failed"]
 
 
 class ProgressTask(Protocol):
@@ -48,7 +48,7 @@ class Progress(Protocol):
 
 
 def amount(n: int, unit: str) -> str:
-    """`n` units as text; bytes in powers of 1000. A unit of two letters or more is a plural."""
+    """`n` units as text; bytes in powers of 1000. A unit of two characters or more is a plural."""
     if unit != "bytes":
         one = n == 1 and len(unit) > 1
         return f"{n:,} {unit.removesuffix('s') if one else unit}".rstrip()
@@ -104,7 +104,7 @@ class Lines:
             if state == "done" and now - start >= INTERVAL:
                 what = f": {amount(done, unit)}" if done else ""
                 print_line(self._stream, f"{label} done{what} in {now - start:.1f} s")
-            elif state == "going" and now - last >= INTERVAL:
+            elif state == "running" and now - last >= INTERVAL:
                 last = now
                 print_line(self._stream, f"{label} {_part(done, total, unit)}")
 
@@ -165,7 +165,7 @@ class Bars:
         bar = self._bars.add_task(label, total=total, note="")
 
         def show(done: int, state: State) -> None:
-            if state == "going":
+            if state == "running":
                 self._bars.update(bar, completed=done, note=_part(done, total, unit))
                 return
             self._bars.remove_task(bar)
@@ -189,7 +189,7 @@ class _Counter:
 
     def advance(self, n: int) -> None:
         self._done += n
-        self._show(self._done, "going")
+        self._show(self._done, "running")
 
     def __enter__(self) -> Self:
         return self

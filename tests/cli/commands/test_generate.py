@@ -19,9 +19,9 @@ from thor_dflash.runtime.decoding.loop import TokenChunk
 from thor_dflash.runtime.text.tokenizer import Answer
 
 
-@pytest.mark.parametrize(("length", "told"), [(33, False), (100, True)])
+@pytest.mark.parametrize(("length", "expected"), [(33, False), (100, True)])
 def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, told: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, expected: bool
 ) -> None:
     package = str(session().model.engine.package)  # type: ignore[attr-defined]
     (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
@@ -29,14 +29,14 @@ def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
     line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos"]
     assert main.main(line) == 0
     out, err = capsys.readouterr()
-    assert (f"reading the prompt {length} tokens\n" in err) is told
+    assert (f"reading the prompt {length} tokens\n" in err) is expected
     assert len(out.split()) == 20
     assert main.main([*line, "--json"]) == 0
     out, err = capsys.readouterr()
     assert (len(json.loads(out)["tokens"]), err) == (20, "")
 
 
-class Told(Silent):
+class Recorder(Silent):
     """What each task has advanced by, by its label."""
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class Told(Silent):
 def test_an_answer_that_is_not_printed_while_it_comes_is_progress(
     length: int, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Told()
-    monkeypatch.setattr(progress, "choose", lambda stream, *, quiet: told)
+    expected = Recorder()
+    monkeypatch.setattr(progress, "choose", lambda stream, *, quiet: expected)
     package = str(session().model.engine.package)  # type: ignore[attr-defined]
     (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
     line = ["generate", "--package", package, "--tokens", str(tmp_path / "t.json")]
     line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos", *form]
     assert main.main(line) == 0
-    assert told.done.get("answering") == (20 if form else None)
-    assert ("reading the prompt" in told.done) is (length > 50)
+    assert expected.done.get("answering") == (20 if form else None)
+    assert ("reading the prompt" in expected.done) is (length > 50)
 
 
 def test_an_empty_answer_to_a_long_prompt_still_gives_its_last_chunk() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from zmq import DEALER, Context
 
 from thor_dflash.cli import main, parser
 from thor_dflash.cli.commands import plan
@@ -25,39 +24,44 @@ from thor_dflash.core.progress import Bars, Lines
 from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import Options, PlanError, client
-from thor_dflash.serving.client.connection import MAX_PATH_BYTES, connect
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol.messages import PlanRequest, Result
 
 
-def ask(*args: str) -> None:
+def run_plan(*args: str) -> None:
     """Run the verb as on a terminal, where it reports its progress even with --json."""
     plan.run(parser.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
-def test_who_waits_is_told_for_whom(
+def test_the_server_that_is_waited_for_is_named(
     form: list[str], house: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = house.mock().endpoints[0]
-    ask("Bring it.", "--server", server, *form)
+    run_plan("Bring it.", "--server", server, *form)
     out, err = capsys.readouterr()
     assert PLAN in out or form
     assert err.startswith(f"waiting for {server}\n")
     monkeypatch.setattr(client, "Options", partial(Options, timeout_s=0.05, retries=0))
     with pytest.raises(PlanError, match="no connection could be made"):
-        ask("Bring it.", "--server", "ipc:///nowhere/plan", *form)
+        run_plan("Bring it.", "--server", "ipc:///nowhere/plan", *form)
     assert capsys.readouterr().err == "waiting for ipc:///nowhere/plan\n"
 
 
-def test_every_option_of_a_plan_is_asked_for_and_no_other() -> None:
-    told = {"thinking": "off", "max_tokens": 0, "deadline_ms": 9, "session": "", "prefix_id": "p"}
-    words = [str(w) for name, v in told.items() for w in (f"--{name.replace('_', '-')}", v)]
-    asked = plan._ask(parser.parse(["plan", "Bring it.", *words]))
-    assert asked == PlanRequest(prompt="Bring it.", stream="text", **told)
-    assert plan._ask(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="text")
+def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
+    expected = {
+        "thinking": "off",
+        "max_tokens": 0,
+        "deadline_ms": 9,
+        "session": "",
+        "prefix_id": "p",
+    }
+    words = [str(w) for name, v in expected.items() for w in (f"--{name.replace('_', '-')}", v)]
+    request = plan._request(parser.parse(["plan", "Bring it.", *words]))
+    assert request == PlanRequest(prompt="Bring it.", stream="text", **expected)
+    assert plan._request(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="text")
 
 
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
@@ -72,16 +76,16 @@ def test_a_chat_may_begin_with_a_pinned_prefix(
         planner.put_prefix("arm", CHAT[0]["content"])
     (chat := tmp_path / "chat.json").write_text(json.dumps(CHAT))
     rest = ("--server", server, "--prefix-id", "arm", "--thinking", "off", "--json")
-    ask("--messages", str(chat), *rest)
+    run_plan("--messages", str(chat), *rest)
     assert json.loads(capsys.readouterr().out)["prefix_id"] == "arm"
     with pytest.raises(PlanError, match="prefix_id must be a prefix that the prompt begins with"):
-        ask("x", *rest)
+        run_plan("x", *rest)
 
 
 def test_a_chat_is_read_before_it_is_sent(tmp_path: Path) -> None:
     (chat := tmp_path / "chat.json").write_text(json.dumps([*CHAT, {"role": "user"}]))
     with pytest.raises(RequestError, match=r"^messages\[2\]\.content must be present"):
-        ask("--messages", str(chat), "--server", "ipc:///nowhere/plan")
+        run_plan("--messages", str(chat), "--server", "ipc:///nowhere/plan")
     for words in ([], ["x", "--messages", str(chat)]):
         assert main.main(["plan", *words]) == 2
 
@@ -94,7 +98,7 @@ class Terminal(io.StringIO):
 def test_what_a_plan_thinks_is_dim_on_a_terminal(house: Any, monkeypatch: Any) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    ask("Bring it.", "--server", house.mock().endpoints[0], "--thinking", "on")
+    run_plan("Bring it.", "--server", house.mock().endpoints[0], "--thinking", "on")
     dim, _, rest = screen.getvalue().partition(PLAIN)
     assert dim.startswith(DIM)
     assert len(dim) > len(DIM)
@@ -110,7 +114,7 @@ def test_a_plan_is_on_stdout_whatever_shows_the_progress(house: Any, monkeypatch
     assert PLAN[:8] not in err.getvalue()
 
 
-def test_the_last_line_says_how_a_plan_ended() -> None:
+def test_the_last_line_reports_how_a_plan_ended() -> None:
     usage = Usage(thinking_tokens=3, output_tokens=5)
     bare = Result(finish_reason="length", usage=usage)
     assert plan._summary(bare) == "3 thinking and 5 answer tokens, plan not valid, ended by length"
@@ -134,19 +138,19 @@ def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None
     assert PLAN in capsys.readouterr().out
 
 
-def told() -> list[str]:
+def mock_pieces() -> list[str]:
     """The texts of the mock's pieces."""
     with LocalPlanner(MockBackend(ServeConfig())) as planner:
         return [e.text or "" for e in planner.stream(PlanRequest(prompt="x", stream="text"))][:-1]
 
 
-@pytest.mark.parametrize("lost", [0, 3, len(told()) - 3, len(told()) - 1])
-def test_pieces_that_are_missing_are_told_and_the_answer_is_whole(
+@pytest.mark.parametrize("lost", [0, 3, len(mock_pieces()) - 3, len(mock_pieces()) - 1])
+def test_pieces_that_are_missing_are_reported_and_the_answer_is_whole(
     lost: int, house: Any, capsys: Any
 ) -> None:
-    ask("Bring it.", "--server", house.skipping(lost).endpoints[0])
+    run_plan("Bring it.", "--server", house.skipping(lost).endpoints[0])
     out, err = capsys.readouterr()
-    assert out == "".join(told()[:lost]) + "\n" * bool(lost) + PLAN + "\n"
+    assert out == "".join(mock_pieces()[:lost]) + "\n" * bool(lost) + PLAN + "\n"
     assert err.splitlines()[1] == f"{plan.GAP}; the whole answer follows"
 
 
@@ -164,29 +168,16 @@ def test_what_is_not_utf8_is_refused_in_a_line(args: list[str], message: str, ca
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"thor-dflash: {message}")
     with pytest.raises(ConfigError, match=r"^--server must be tcp://host:port or ipc"):
-        ask("Bring it.", "--server", "ipc://\udcff")
-
-
-def test_a_path_that_no_socket_can_have_is_told() -> None:
-    ask_there = ["Bring it.", "--server", f"ipc:///{'x' * MAX_PATH_BYTES}"]  # a slash more
-    with pytest.raises(ConfigError, match="^--server must have a path of at most 107 bytes"):
-        ask(*ask_there)
-    with Context() as context, context.socket(DEALER) as client:
-        connect(client, ask_there[2][:-1])
+        run_plan("Bring it.", "--server", "ipc://\udcff")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--max-tokens", "9" * 30], "max_tokens must have numbers of 64 bits (got one out of r"),
-        (["--schema", "large.json"], "json_schema must have numbers of 64 bits (got one out of r"),
-        (
-            ["--deadline-ms", "9" * 15],
-            "deadline_ms must be an integer <= 86400000 (got 999999999999999)",
-        ),
     ],
 )
-def test_a_number_that_nobody_takes_is_refused_in_a_line(
+def test_a_number_out_of_range_is_refused_in_a_line(
     args: list[str], message: str, house: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
 from thor_dflash.builders.build import build
-from thor_dflash.cli import main, parser
+from thor_dflash.cli import main
 from thor_dflash.cli.commands import profile as profile_verb
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import ProgressTask, Silent
@@ -42,15 +42,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profile(root: Path, *more: str) -> int:
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     return main.main(["profile", *source, *FEW, *more])
-
-
-def test_the_help_tells_how_many_runs_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["profile", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    args = parser.parse(["profile", "--package", "p", "--prompt", "a"])
-    assert f"not measured (default {args.warmup})" in told
-    assert f"--runs N answers to measure (default {profile_verb.RUNS})" in told
 
 
 def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,14 +88,14 @@ def test_a_cycle_that_only_ends_the_answer_counts_as_one(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
 ) -> None:
     traced, source = tmp_path / "x.json", ("--tokens", str(root / "ids.json"))
-    asked = (*source, "--drafter", "none", "--json", "--max-tokens", "2")
-    assert main.main(["generate", "--package", str(root / "pkg"), *asked]) == 0
+    words = (*source, "--drafter", "none", "--json", "--max-tokens", "2")
+    assert main.main(["generate", "--package", str(root / "pkg"), *words]) == 0
     end = json.loads(capsys.readouterr().out)["tokens"][at]
     write_target(tmp_path / "target", GEOMETRIES["27b"], 3, "bf16")
     (tmp_path / "target/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     build(tmp_path / "target", None, tmp_path / "pkg", BuildConfig(chunk=32), Silent())
     few = ("--runs", "2", "--warmup", "0", "--trace", str(traced))
-    assert main.main(["profile", "--package", str(tmp_path / "pkg"), *asked, *few]) == 0
+    assert main.main(["profile", "--package", str(tmp_path / "pkg"), *words, *few]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["finish"]) == (at, "stop")
     assert found["spec"]["cycles"] == at + 1
@@ -115,29 +106,22 @@ def test_a_cycle_that_only_ends_the_answer_counts_as_one(
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         (("--runs", "0"), "--runs must be at least 1 (got 0)"),
         (("--warmup", "-1"), "--warmup must be at least 0 (got -1)"),
-        (("--thinking", "off"), "--thinking must go with --prompt or --messages (got --tokens)"),
         (("--compare", "none.json"), "none.json must be a readable file"),
         (("--soak", "0"), "--soak must be 1 to 21600 seconds (got 0)"),
-        (("--soak", "21601"), "--soak must be 1 to 21600 seconds (got 21601)"),
         (("--soak", "9", "--runs", "15"), "--runs must go without --soak (got both)"),
         (("--compare", "x", "--json"), "--compare must go without --json (got both)"),
         (("--html", "x.png"), "--html must be a path ending in .html (got x.png)"),
-        (("--trace", "x.html"), "--trace must be a path ending in .json (got x.html)"),
-        (
-            ("--html", "no/x.html"),
-            "--html must be a file in a directory that exists (got no/x.html)",
-        ),
     ],
 )
 def test_what_is_refused_is_refused_before_anything_is_loaded(
-    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], told: str
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], expected: str
 ) -> None:
     assert main.main(["profile", "--package", "none", "--tokens", "none", *more]) == 2
-    assert capsys.readouterr().err.startswith(f"thor-dflash: {told}")
+    assert capsys.readouterr().err.startswith(f"thor-dflash: {expected}")
 
 
 def test_a_soak_answers_until_its_time_is_over(
@@ -157,20 +141,6 @@ def test_a_soak_answers_until_its_time_is_over(
     assert before < 9 <= last < 13
     assert "warming up 1 time\n" in err
     assert "answering 9 s\n" in err
-
-
-def test_profiles_of_different_settings_are_not_compared(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tmp_path / "before.json"
-    assert profile(root, "--json", "--gate", "on") == 0
-    before.write_text(capsys.readouterr().out)
-    assert profile(root, "--compare", str(before)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    same = "--compare must be a profile of the same request and settings"
-    told = f"{same} (got decode.gate on, now off)"
-    assert err.endswith(f"thor-dflash: {told}\n")
 
 
 def test_a_default_of_the_package_that_is_set_is_no_other_setting(
@@ -238,8 +208,10 @@ def test_a_page_is_written_even_if_nobody_reads_stdout(
     assert json.loads(traced.read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--compare"])
-@pytest.mark.parametrize(("out", "name"), [("--trace", "link.json"), ("--html", "link.html")])
+@pytest.mark.parametrize(
+    ("option", "out", "name"),
+    [("--tokens", "--trace", "link.json"), ("--compare", "--html", "link.html")],
+)
 def test_a_result_is_not_written_over_what_is_read(
     root: Path,
     tmp_path: Path,
@@ -255,12 +227,12 @@ def test_a_result_is_not_written_over_what_is_read(
     arguments = [text for pair in given.items() for text in pair]
     arguments += [out, str(tmp_path / name)]
     assert main.main(["profile", "--package", str(root / "pkg"), *arguments]) == 2
-    told = f"{out} must be another file than {option} (got {tmp_path / name})"
-    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+    expected = f"{out} must be another file than {option} (got {tmp_path / name})"
+    assert capsys.readouterr().err == f"thor-dflash: {expected}\n"
     assert ids.read_text() == "[1]"
 
 
-@pytest.mark.parametrize("median", [0.0, -5.0, math.nan, math.inf])
+@pytest.mark.parametrize("median", [0.0, math.nan])
 def test_nothing_is_compared_with_what_is_no_time(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], median: float
 ) -> None:
@@ -270,20 +242,11 @@ def test_nothing_is_compared_with_what_is_no_time(
     table["times"]["e2e_ms"]["median"] = median
     before.write_text(json.dumps(table))
     assert profile(root, "--compare", str(before)) == 2
-    told = f"{before}.times.e2e_ms.median must be above 0 (got {median})"
-    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
+    expected = f"{before}.times.e2e_ms.median must be above 0 (got {median})"
+    assert capsys.readouterr().err == f"thor-dflash: {expected}\n"
 
 
-def test_what_is_compared_with_is_an_object(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (before := tmp_path / "before.json").write_text("[1]")
-    assert profile(root, "--compare", str(before)) == 2
-    told = f"{before} must be a JSON object, as profile --json prints it (got [1])"
-    assert capsys.readouterr().err == f"thor-dflash: {told}\n"
-
-
-def test_what_was_measured_is_told_though_a_page_cannot_be_written(
+def test_what_was_measured_is_printed_though_a_page_cannot_be_written(
     root: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -316,8 +279,8 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     out = capsys.readouterr().out
     found = json.loads(out)
     assert found["subject"]["machine"] == {"power mode": "120W; slower than MAXN"}
-    told = "power mode: 120W; slower than MAXN (sudo nvpmodel -m 0)"
-    assert told in found["warnings"]
+    expected = "power mode: 120W; slower than MAXN (sudo nvpmodel -m 0)"
+    assert expected in found["warnings"]
     assert "EMC clock: cannot be read" in found["warnings"]
     assert not any("GPU clock" in text for text in found["warnings"])
     (tmp_path / "before.json").write_text(out)
@@ -326,7 +289,7 @@ def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     assert "power mode 120W; slower than MAXN, now MAXN)" in capsys.readouterr().err
 
 
-def test_what_is_no_profile_is_told(
+def test_what_is_no_profile_is_refused(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tmp_path / "before.json"
@@ -342,7 +305,7 @@ def test_what_is_no_profile_is_told(
 
 
 def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [0.0], list[int]()
+    now, expected = [0.0], list[int]()
 
     def answer(*_: object) -> str:
         now[0] += 2.5
@@ -352,7 +315,7 @@ def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.Monkey
         def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
             assert (total, unit) == (4, "s")
             task = super().task(label)
-            task.advance = told.append  # type: ignore[method-assign]
+            task.advance = expected.append  # type: ignore[method-assign]
             return task
 
     monkeypatch.setattr(profile_verb, "_answer", answer)
@@ -361,4 +324,4 @@ def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.Monkey
     taken: list[profile_verb.Taken] = []
     profile_verb._runs(None, None, args, Told(), taken)  # type: ignore[arg-type]
     assert [times for _, times in taken] == [(0.0, 2.5), (2.5, 5.0)]
-    assert told == [2, 2]
+    assert expected == [2, 2]

@@ -1,4 +1,4 @@
-"""A profile whose measurement ends early: what was measured until then is told and written."""
+"""A profile whose measurement ends early: what was measured until then is printed and written."""
 
 from __future__ import annotations
 
@@ -39,17 +39,14 @@ FAULT = EngineError("cuLaunchKernel must succeed\n(got 700)")
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "why"),
+    ("length", "done", "error", "status", "why"),
     [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (FAULT, 2, "cuLaunchKernel must succeed (got 700)"),
+        ((), "2 of 15 runs", KeyboardInterrupt(), 130, "interrupted"),
+        (("--runs", "9"), "2 of 9 runs", FAULT, 2, "cuLaunchKernel must succeed (got 700)"),
+        (("--soak", "600"), "0 of 600 s", KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-@pytest.mark.parametrize(
-    ("length", "done"),
-    [((), "2 of 15 runs"), (("--runs", "9"), "2 of 9 runs"), (("--soak", "600"), "0 of 600 s")],
-)
-def test_the_answers_before_an_end_are_told(
+def test_the_answers_before_an_end_are_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -72,7 +69,7 @@ def test_the_answers_before_an_end_are_told(
     assert err == f"thor-dflash: {why}\n"
 
 
-def test_the_error_is_told_though_nobody_reads_what_was_measured(
+def test_the_error_is_reported_though_stdout_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object) -> None:
@@ -86,9 +83,10 @@ def test_the_error_is_told_though_nobody_reads_what_was_measured(
     assert drawn.exists()
 
 
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (FAULT, 2)])
-def test_without_an_answer_there_is_nothing_to_tell(
+@pytest.mark.parametrize(
+    ("call", "error", "status"), [(1, KeyboardInterrupt(), 130), (2, FAULT, 2)]
+)
+def test_without_an_answer_there_is_no_report(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -116,7 +116,7 @@ def test_what_was_not_measured_is_not_there() -> None:
             assert word not in text, word
 
 
-def test_the_text_says_what_a_part_reads_and_how_fast() -> None:
+def test_the_text_shows_what_a_part_reads_and_how_fast() -> None:
     lines = table(FOUND).splitlines()
     at = next(i for i, line in enumerate(lines) if "at 38 tokens, taken apart" in line)
     head, propose, verify, gate_up, others, note = lines[at : at + 6]
@@ -126,11 +126,11 @@ def test_the_text_says_what_a_part_reads_and_how_fast() -> None:
     assert gate_up.split() == ["layers.*.mlp.gate_up", "2.000", "25.0%", "6000.0", "3000", "100%"]
     assert gate_up.startswith("    layers")
     assert others.split() == ["embed,", "concat", "0.500", "6.2%"]
-    told = "takes 8.000 ms, its graphs 8.000; this device reads 3000 GB/s"
-    assert note.strip() == f"the cycle as one graph {told}"
+    expected = "takes 8.000 ms, its graphs 8.000; this device reads 3000 GB/s"
+    assert note.strip() == f"the cycle as one graph {expected}"
 
 
-def test_the_text_says_what_an_answer_costs() -> None:
+def test_the_text_shows_what_an_answer_costs() -> None:
     lines = table(FOUND).splitlines()
     (rail,) = (line for line in lines if "VDD" in line)
     assert rail.split() == ["VDD", "<GPU>", "4.00", "60.00", "30.00", "3.00"]
@@ -175,7 +175,7 @@ def test_a_soak_is_a_line_for_each_stretch() -> None:
     assert "over time" not in table(FOUND)
 
 
-def test_a_soak_without_sensors_tells_cycles_alone() -> None:
+def test_a_soak_without_sensors_shows_cycles_alone() -> None:
     bare = tuple(replace(s, watts={}, hottest_c=None) for s in SOAK)
     lines = table(replace(FOUND, soak=bare)).splitlines()
     (titles,) = (line for line in lines if line.startswith("over time"))
@@ -220,7 +220,7 @@ def test_numbers_beside_a_drawing_are_written_short(value: float, shown: str) ->
     assert [text.text for text in runs.iter("text")] == ["0", shown if value else "1"]
 
 
-def test_a_page_beside_an_earlier_one_says_what_became_of_its_medians() -> None:
+def test_a_page_beside_an_earlier_one_shows_what_became_of_its_medians() -> None:
     before = replace(FOUND, times={name: spread([22.0]) for name in TITLES})
     text = page(FOUND, before)
     assert text.count("<td>0.477x of 22.00</td>") == len(TITLES)
@@ -229,7 +229,7 @@ def test_a_page_beside_an_earlier_one_says_what_became_of_its_medians() -> None:
     assert "<th>before</th>" not in page(FOUND)
 
 
-def test_a_page_says_in_which_power_mode_it_was() -> None:
+def test_a_page_shows_in_which_power_mode_it_was() -> None:
     subject = replace(FOUND.subject, machine={"power mode": "MAXN"})
     assert "<td>power mode</td><td>MAXN</td>" in page(replace(FOUND, subject=subject))
 
@@ -243,8 +243,8 @@ def test_stretches_of_a_soak_need_not_have_as_many_runs() -> None:
 def test_the_last_step_of_a_dead_end_is_not_drawn_as_the_prompt() -> None:
     ended = replace(FOUND, finish="grammar_dead_end", timeline=(*FOUND.timeline, StepEnd(130.0, 0)))
     for found, names in ((FOUND, []), (ended, ["dead end"])):
-        told = ["prompt", "cycle", "cycle", *names]
+        expected = ["prompt", "cycle", "cycle", *names]
         events = trace(found)["traceEvents"]
-        assert [event["name"] for event in events if event["ph"] == "X"] == told
+        assert [event["name"] for event in events if event["ph"] == "X"] == expected
         assert page(found).count("dead end, 30.00 ms") == len(names)
         assert page(found).count("<title>prompt, ") == 1

@@ -108,7 +108,7 @@ def test_a_query_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_query_that_crashes_says_so_unless_it_had_answered_before(
+def test_a_query_that_crashes_is_an_error_unless_it_had_replied_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crash = "import os, signal; print({!r}, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"

@@ -34,14 +34,14 @@ DRAFT_VOCABULARY = 65536
 """Rows of the reduced draft head. Source: TensorRT-Edge-LLM's sweep, in which 64 k kept all of the
 acceptance and 32 k did not."""
 CAPACITY = 33280
-"""Context, tokens: room for the longest that is measured and a block."""
+"""Context, tokens: the longest that is measured and a block."""
 CHUNK = 2048
 """Default rows of a prefill step: a prompt of 2,048 is one step. 512 rows leave a third of an H100
 idle, whose 132 multiprocessors then share the 80 tiles of a product with 5,120 columns."""
-ASKED = (1, 2)
-"""The prompt; a process is ready once it has answered it. Two ids, so that one is prefilled."""
-ANSWERED = 2
-"""Tokens of that answer."""
+PROMPT = (1, 2)
+"""A process is ready once it has answered it. Two ids, so that one is prefilled."""
+ANSWER_TOKENS = 2
+"""Length of that answer."""
 READY = 10.0
 """Seconds a process may take until it is ready, in addition to reading its package from disk."""
 
@@ -259,7 +259,7 @@ def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
     made = hollow(shape, part, next(variants(config, ablations=False)))
     need = _weight_bytes(part, made)
     if (free := shutil.disk_usage(part).free) < need:
-        raise ConfigError(f"--out must have room for {need:,} bytes (got {free:,})")
+        raise ConfigError(f"--out must have {need:,} bytes free (got {free:,})")
     fill = SavedWeights(RandomWeights(part, config.engine.cubins_directory), progress)
     with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
         ModelRunner(engine, made, made.capacity, made.block)
@@ -295,16 +295,16 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     begun = since_start()
     with closing(open_session(package, config, progress)) as session:
         opened = since_start()
-        lacks = len(ASKED) + ANSWERED - session.model.limit
+        lacks = len(PROMPT) + ANSWER_TOKENS - session.model.limit
         if lacks > 0:
             capacity = session.model.capacity
             raise ConfigError(
                 f"engine.capacity must be at least {capacity + lacks} for --ready: a prompt of "
-                f"{len(ASKED)} tokens, an answer of {ANSWERED} and a block (got {capacity})"
+                f"{len(PROMPT)} tokens, an answer of {ANSWER_TOKENS} and a block (got {capacity})"
             )
         drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
-        asked = Request(prompt=ASKED, max_tokens=ANSWERED, stop=frozenset())
-        for _ in session.run(asked, drafter):
+        request = Request(prompt=PROMPT, max_tokens=ANSWER_TOKENS, stop=frozenset())
+        for _ in session.run(request, drafter):
             pass
         ready = since_start()
     return [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
     from thor_dflash.runtime.text.tokenizer import Tokenizer
 
-SAID = "Hello"
+GREETING = "Hello"
 NAMED = 8
 """Skipped tensors named in the summary; the manifest names all."""
 
@@ -81,13 +81,13 @@ def _chats(target: Path) -> bool:
 
 
 def _render(text: Tokenizer, target: Path, thinking: bool) -> None:
-    rule = f"{target}: the chat template must render what a user says"
+    rule = f"{target}: the chat template must render the message of a user"
     try:
-        prompt = text.render([{"role": "user", "content": SAID}], thinking)
+        prompt = text.render([{"role": "user", "content": GREETING}], thinking)
     except RequestError as e:
         raise CheckpointError(f"{rule} (got: {e})") from e
-    if SAID not in prompt:
-        raise CheckpointError(f"{rule} (got {show(prompt)} of {show(SAID)})")
+    if GREETING not in prompt:
+        raise CheckpointError(f"{rule} (got {show(prompt)} of {show(GREETING)})")
 
 
 def _headline(manifest: Manifest) -> str:

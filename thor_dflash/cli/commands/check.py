@@ -125,8 +125,8 @@ def _reference(
 
 
 def _other(package: Path, config: EngineConfig, progress: Progress) -> Session:
-    """Another package, with its own prefill steps, which are not compared, and with the asked block
-    if it has that width: packages of other widths may be compared, too.
+    """Another package, with its own prefill steps, which are not compared, and with the requested
+    block if it has that width: packages of other widths may be compared, too.
     """
     from thor_dflash.runtime.session import open_session
 

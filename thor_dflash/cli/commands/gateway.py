@@ -67,9 +67,9 @@ def _is_news(record: logging.LogRecord) -> bool:
     no errors. A request's is an exception; the application's own is only a text.
     """
     error = record.exc_info[1] if record.exc_info else None
-    told = record.getMessage()
-    if told.startswith(_UPGRADES):
+    message = record.getMessage()
+    if message.startswith(_UPGRADES):
         return False
     return not (
-        isinstance(error, asyncio.CancelledError) or asyncio.CancelledError.__name__ in told
+        isinstance(error, asyncio.CancelledError) or asyncio.CancelledError.__name__ in message
     )

@@ -1,4 +1,4 @@
-"""`thor-dflash plan`: asks a server for one plan and prints it as it arrives."""
+"""`thor-dflash plan`: requests one plan from a server and prints it as it arrives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GAP = "pieces are missing here: the server dropped them, as they were not read i
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Ask a server for a plan and print it."""
+    """Request a plan from a server and print it."""
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
@@ -34,18 +34,18 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     options = Options(keys="" if args.keys is None else str(args.keys), token=token)
     connection.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
-        ask = _ask(args)
+        request = _request(args)
         waiting = progress.task(f"waiting for {args.server}")
         if args.json:
             with waiting:
-                result = planner.plan(ask)
+                result = planner.plan(request)
             print(json.dumps(_table(result)))
             return
-        result = _show(_begun(planner.stream(ask), waiting))
+        result = _show(_begun(planner.stream(request), waiting))
     print_line(sys.stderr, _summary(result))
 
 
-def _ask(args: Namespace) -> PlanRequest:
+def _request(args: Namespace) -> PlanRequest:
     from thor_dflash.serving.protocol.messages import Message, PlanRequest
 
     given: dict[str, Any] = {"stream": "text"}

@@ -50,7 +50,7 @@ LARGEST = 1 << 30
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Answer one prompt many times; print the times, and draw them if asked."""
+    """Answer one prompt many times; print the times, and draw them if requested."""
     base = _check(args)
     from thor_dflash.runtime.doctor import jetson
     from thor_dflash.runtime.doctor.local_machine import LocalMachine
@@ -65,9 +65,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     with closing(open_session(args.package, config.engine, progress)) as session:
         request = prompt_options.request(session, config, progress)
         subject = _subject(session, request, config, speed)
-        if base and (told := base.subject.differs(subject)):
+        if base and (changes := base.subject.differs(subject)):
             same = "--compare must be a profile of the same request and settings"
-            raise RequestError(f"{same} (got {'; '.join(told)})")
+            raise RequestError(f"{same} (got {'; '.join(changes)})")
         watch = PowerSampler(find_sensors(), junction())
         try:
             with watch:
@@ -96,7 +96,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     )
     try:
         _tell(found, base, args)
-    finally:  # what ended the measurement matters more than that nobody could be told of the rest
+    finally:  # what ended the measurement matters more than a report that failed
         if ended is not None:
             raise ended
 

@@ -54,7 +54,7 @@ def write_blocks(
     """
     need = sum(4 * rows * columns for rows, columns in shapes.values())
     if (free := shutil.disk_usage(out.parent).free) < need:
-        raise RequestError(f"--out must have room for {need:,} bytes (got {free:,})")
+        raise RequestError(f"--out must have {need:,} bytes free (got {free:,})")
     taps: list[Array] = []
 
     def logits() -> Iterator[Array]:

@@ -128,12 +128,12 @@ class Log:
                 lines, self._lines, self._held = self._lines, [], 0
                 dropped, self._dropped = self._dropped, 0
             for line in lines:
-                self._say(line)
+                self._write_line(line)
             self._lost += dropped
             if self._lost:
-                self._say(b"")
+                self._write_line(b"")
 
-    def _say(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         try:
             if self._lost:
                 self._put(f"{self._lost} lines of this log could not be written\n".encode())
@@ -151,25 +151,25 @@ def _load(
     args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
 ) -> Backend:
     # First, because loading a model takes long and another server may be using the directory.
-    shelf = _shelf(config.serve.prefix_dir) if config.serve.prefix_dir else None
+    prefix_store = _prefix_store(config.serve.prefix_dir) if config.serve.prefix_dir else None
     if args.mock:
         from thor_dflash.serving.planner.mock_backend import MockBackend
 
-        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, shelf)
+        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, prefix_store)
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.planner.session_backend import SessionBackend
 
     try:
         session = open_session(args.package, config.engine, progress, choose=True)
         progress.close()
-        return SessionBackend(session, config.serve, log, shelf)
+        return SessionBackend(session, config.serve, log, prefix_store)
     except BaseException:
-        if shelf is not None:
-            shelf.close()
+        if prefix_store is not None:
+            prefix_store.close()
         raise
 
 
-def _shelf(directory: str) -> PrefixStore:
+def _prefix_store(directory: str) -> PrefixStore:
     from thor_dflash.serving.planner.prefix_store import PrefixStore
 
     return PrefixStore(Path(directory))

@@ -56,9 +56,10 @@ def page(found: Profile, base: Profile | None = None) -> str:
     """The whole page; with `base`, also the change of its medians."""
     from jinja2 import Environment
 
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        TEMPLATE.read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     subject, cycles = found.subject, max(1, found.spec.cycles)
     rates = [round(100 * count / cycles) for count in found.spec.accepted_per_position]
     runs = sorted({stretch.runs for stretch in found.soak})
