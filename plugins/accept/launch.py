@@ -14,21 +14,8 @@ TOLERANCE = 0.0
 2's sum of exponentials is float32, a relative error of a probability of at most about 1e-7."""
 
 _PORTS = (
-    "logits",
-    "tokens",
-    "forced",
-    "drafted",
-    "cap",
-    "stop",
-    "mask",
-    "rule",
-    "top_k",
-    "margin",
-    "close",
-    "strict",
-    "soft",
-    "soft_margin",
-    "record",
+    *("logits", "tokens", "forced", "drafted", "cap", "stop", "mask", "rule", "top_k", "margin"),
+    *("close", "strict", "soft", "soft_margin", "record"),
 )
 
 

@@ -54,38 +54,16 @@ MATRIX_BYTES = 4 * CHUNK * CHUNK * 2 + 2 * CHUNK * 4
 """Bytes of T and P of a chunk and value head, each value a pair of bf16, and of two float32 per
 row."""
 
-_PORTS = (
-    "qkv",
-    "b",
-    "a",
-    "conv_weight",
-    "a_log",
-    "dt_bias",
-    "accepted",
-    "state",
-    "tail",
-    "record_qkv",
-    "record_k",
-    "record_d",
-    "record_decay",
-    "states",
-    "o",
-    "next_state",
-    "next_tail",
-    "next_record_qkv",
-    "next_record_k",
-    "next_record_d",
-    "next_record_decay",
-    "next_states",
-    "next_gate",
-    "next_norm_weight",
-    "y0_slabs",
-    "y0_squares",
-)
 _RECORDS = ("record_qkv", "record_k", "record_d", "record_decay", "states")
-_SHIFTS = (
+_NEXT_RECORDS = tuple(f"next_{name}" for name in _RECORDS)
+_PORTS = (
+    *("qkv", "b", "a", "conv_weight", "a_log", "dt_bias", "accepted", "state", "tail", *_RECORDS),
+    *("o", "next_state", "next_tail", *_NEXT_RECORDS),
+    *("next_gate", "next_norm_weight", "y0_slabs", "y0_squares"),
+)
+_OFFSETS = (
     BufferOffset(("tail", "next_tail")),
-    BufferOffset((*_RECORDS, *(f"next_{name}" for name in _RECORDS))),
+    BufferOffset((*_RECORDS, *_NEXT_RECORDS)),
 )
 """Not every call has all of these ports."""
 _PLAIN = ("conv_weight", "a_log", "dt_bias")
@@ -203,7 +181,7 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             threads=VERIFY_THREADS,
             arguments=(
                 *(Pointer(port) for port in _PORTS),
-                *_SHIFTS,
+                *_OFFSETS,
                 *prefetch_next(site, blocks),
                 Int(rows),
                 Int(held),
@@ -263,7 +241,7 @@ def _prefill(site: CallSite) -> tuple[Launch, ...]:
             threads=THREADS,
             arguments=(
                 *(Pointer(port) for port in _CHUNK_PORTS),
-                *_SHIFTS,
+                *_OFFSETS,
                 *scratch,
                 *_sizes(site),
             ),
@@ -276,7 +254,7 @@ def _prefill(site: CallSite) -> tuple[Launch, ...]:
             threads=THREADS,
             arguments=(
                 *(Pointer(port) for port in _WALK_PORTS),
-                *_SHIFTS,
+                *_OFFSETS,
                 *scratch,
                 Pointer("o"),
                 Pointer("next_state"),

@@ -8,18 +8,10 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from thor_dflash.core.progress import Progress
-from thor_dflash.runtime.measure.cuda_bench import (
-    BATCH,
-    Keep,
-    LoopTiming,
-    StepGroup,
-    Timing,
-    everything,
-    operators,
-)
+from thor_dflash.runtime.measure.cuda_bench import BATCH, CudaBench, operators
 
 CONTEXT, LONG = 2048, (8192, 32768)
 """Tokens in the cache."""
@@ -77,78 +69,6 @@ class Figure:
     verdict: Verdict = ""
 
 
-class Measures(Protocol):
-    """The measurements of Bench; see there."""
-
-    @property
-    def device(self) -> str:
-        """Description of the device."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """Rows of a verify."""
-        ...
-
-    @property
-    def chunk(self) -> int:
-        """Rows of a prefill step."""
-        ...
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """Allocated memory: kind -> bytes."""
-        ...
-
-    def bandwidth(self) -> float:
-        """Read bandwidth, bytes per second."""
-        ...
-
-    def captured(self) -> int:
-        """Device memory of captured graphs, bytes."""
-        ...
-
-    def bytes(self, name: str, ops_: Sequence[str]) -> int:
-        """Bytes of weights that some operators of a step read."""
-        ...
-
-    def shares(self, name: str, ops_: Sequence[str]) -> dict[str, StepGroup]:
-        """The same, grouped by step name over all layers."""
-        ...
-
-    def launches(self, names: Sequence[str]) -> int:
-        """Number of kernels that some steps launch."""
-        ...
-
-    def cache_bytes(self) -> int:
-        """Bytes of key/value cache per token."""
-        ...
-
-    def state_bytes(self) -> int:
-        """Bytes of recurrent state that a verify reads plus those that it writes."""
-        ...
-
-    def steps(self, names: Sequence[str], keep: Keep = everything) -> Timing:
-        """Time some steps as one graph."""
-        ...
-
-    def repeated(self, names: Sequence[str], seconds: float) -> Timing:
-        """Time some steps, repeated without rest."""
-        ...
-
-    def at(self, length: int, accepted: int) -> None:
-        """Set the sequence to a context with rows to fold."""
-        ...
-
-    def prefill(self, tokens: int) -> float:
-        """Seconds to prefill a prompt."""
-        ...
-
-    def loop(self, prompt: int, cycles: int) -> LoopTiming:
-        """Time cycles of the real loop."""
-        ...
-
-
 def judged(name: str, value: float, unit: str, note: str = "") -> Figure:
     """A figure that has a target."""
     target = TARGETS[name]
@@ -166,7 +86,7 @@ def judge(figure: Figure, target: BenchTarget) -> Figure:
     return dataclasses.replace(figure, must=target.must, aim=target.aim, verdict=verdict)
 
 
-def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
+def figures(bench: CudaBench, progress: Progress) -> Iterator[Figure]:
     """Measure everything in one process: the real loop first, while nothing else is captured, then
     the steps and their parts.
     """
@@ -196,7 +116,7 @@ def figures(bench: Measures, progress: Progress) -> Iterator[Figure]:
     yield from predicted(bench, times, read)
 
 
-def _loop(bench: Measures) -> Iterator[Figure]:
+def _loop(bench: CudaBench) -> Iterator[Figure]:
     seconds = bench.prefill(PROMPT)
     note = f"{PROMPT / seconds:.0f} tokens/s in chunks of {bench.chunk}"
     yield judged(f"prefill of {PROMPT} tokens", seconds, "s", note)
@@ -210,14 +130,14 @@ def _loop(bench: Measures) -> Iterator[Figure]:
     )
 
 
-def _without_rest(bench: Measures) -> Figure:
+def _without_rest(bench: CudaBench) -> Figure:
     """The sustained time of a cycle; all other steps are timed after a rest."""
     found = bench.repeated(CYCLE, REPEATED)
     note = f"{found.low:.3f} to {found.high:.3f} ms, medians of {BATCH} in {REPEATED:.0f} s"
     return Figure("without rest", f"cycle at {CONTEXT}", found.median, "ms", note)
 
 
-def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator[Figure]:
+def _steps(bench: CudaBench, times: Mapping[str, float], read: float) -> Iterator[Figure]:
     size, linears, verify = bench.bytes("verify", LINEARS), times["linears"], times["verify"]
     count = bench.launches(["verify"])
     yield judged(
@@ -240,7 +160,7 @@ def _steps(bench: Measures, times: Mapping[str, float], read: float) -> Iterator
     yield judged("plain step", plain / verify, "x", f"{plain:.3f} ms, against the verify")
 
 
-def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
+def _contexts(bench: CudaBench, read: float) -> Iterator[Figure]:
     """Compare a verify with a long context and one with a short, ROUNDS times, back to back: their
     difference is smaller than the drift of a verify's time with the clocks over minutes.
     """
@@ -251,17 +171,17 @@ def _contexts(bench: Measures, read: float) -> Iterator[Figure]:
         times = statistics.median(longer / short for short, longer in rounds)
         longer = statistics.median(longer for _, longer in rounds)
         more = each * (length - CONTEXT)
-        floor = more / read * 1e3
+        least = more / read * 1e3
         yield judged(
             f"growth from {CONTEXT} to {length}",
-            grown / floor,
+            grown / least,
             "x",
-            f"verify {longer:.3f} ms, +{grown:.3f} for {more / 1e6:.0f} MB of cache, {floor:.3f} "
+            f"verify {longer:.3f} ms, +{grown:.3f} for {more / 1e6:.0f} MB of cache, {least:.3f} "
             f"at read rate; {times:.3f} times as long for {1 + more / whole:.3f} times the bytes",
         )
 
 
-def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, float]:
+def _pair(bench: CudaBench, length: int, *, longer_first: bool) -> tuple[float, float]:
     """Milliseconds of a verify at CONTEXT and at `length`."""
     found: dict[int, float] = {}
     for at in (length, CONTEXT) if longer_first else (CONTEXT, length):
@@ -270,7 +190,7 @@ def _pair(bench: Measures, length: int, *, longer_first: bool) -> tuple[float, f
     return found[CONTEXT], found[length]
 
 
-def _operators(bench: Measures, times: Mapping[str, float]) -> Iterator[Figure]:
+def _operators(bench: CudaBench, times: Mapping[str, float]) -> Iterator[Figure]:
     parts = {"gdn": times["gdn"], "verify_attention": times["attention"]}
     parts |= {op: bench.steps(["verify"], operators(op)).median for op in LINEARS}
     parts["embed, concat"] = bench.steps(["verify"], operators("embed", "concat")).median
@@ -284,7 +204,7 @@ def _operators(bench: Measures, times: Mapping[str, float]) -> Iterator[Figure]:
         yield Figure("operators, each alone", name, times[name], "ms", note)
 
 
-def _kinds(bench: Measures, read: float) -> Iterator[Figure]:
+def _kinds(bench: CudaBench, read: float) -> Iterator[Figure]:
     for kind, share in bench.shares("verify", LINEARS).items():
         ms = bench.steps(["verify"], share.__contains__).median
         count = len(share.names)
@@ -293,20 +213,20 @@ def _kinds(bench: Measures, read: float) -> Iterator[Figure]:
         yield Figure("linears of a verify, one by one", kind, 1e3 * ms / count, "us", note)
 
 
-def _memory(bench: Measures, captured: int) -> Iterator[Figure]:
+def _memory(bench: CudaBench, captured: int) -> Iterator[Figure]:
     parts = {**bench.memory, "graphs": captured}
     for kind, size in parts.items():
         yield Figure("memory", kind, size / 1e6, "MB")
     yield Figure("memory", "together", sum(parts.values()) / 1e6, "MB")
 
 
-def _verify_bytes(bench: Measures) -> int:
+def _verify_bytes(bench: CudaBench) -> int:
     """What a verify at CONTEXT must read: weights, state and cache."""
     cache = bench.cache_bytes() * CONTEXT
     return bench.bytes("verify", LINEARS) + bench.state_bytes() + cache
 
 
-def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Iterator[Figure]:
+def predicted(bench: CudaBench, times: Mapping[str, float], read: float) -> Iterator[Figure]:
     """Predict times at the share of the read rate that was measured here. The fixed cost of a
     launch is scaled like bytes, so the prediction for short kernels is pessimistic.
     """
@@ -329,7 +249,7 @@ def predicted(bench: Measures, times: Mapping[str, float], read: float) -> Itera
         yield Figure("predicted on a Jetson Thor", name, least / share, "ms", note)
 
 
-def brief(bench: Measures, label: str, whole: Mapping[str, float]) -> Iterator[Figure]:
+def brief(bench: CudaBench, label: str, whole: Mapping[str, float]) -> Iterator[Figure]:
     """Times of a verify and a cycle with one feature left out, relative to those in `whole`."""
     bench.at(CONTEXT, bench.block)
     for name, steps in (("verify", ("verify",)), ("cycle", CYCLE)):

@@ -45,8 +45,8 @@ not."""
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A Filler with random weights. Weights whose files exist, such as a graph's constants, are
-    read from the package.
+    """A WeightFiller with random weights. Weights whose files exist, such as a graph's constants,
+    are read from the package.
     """
 
     package: Path
@@ -59,7 +59,7 @@ class RandomWeights:
         at: Mapping[str, int],
         packed: Mapping[str, CallSite],
     ) -> None:
-        """See Filler."""
+        """See WeightFiller."""
         runner, device = Runner(driver, self.cubins), driver.info.device
         there = {n: w for n, w in weights.items() if (self.package / w.file).exists()}
         FileWeights(self.package, Silent())(driver, there, at, packed)
@@ -73,8 +73,8 @@ class RandomWeights:
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """A Filler that makes random weights and also writes them into the package, which is then a
-    normal package except for its hashes.
+    """A WeightFiller that makes random weights and also writes them into the package, which is then
+    a normal package except for its hashes.
     """
 
     random: RandomWeights
@@ -87,7 +87,7 @@ class SavedWeights:
         at: Mapping[str, int],
         packed: Mapping[str, CallSite],
     ) -> None:
-        """See Filler."""
+        """See WeightFiller."""
         package = self.random.package
         there = {w.file for w in weights.values() if (package / w.file).exists()}
         self.random(driver, weights, at, packed)

@@ -39,7 +39,7 @@ from thor_dflash.plugins.launch import (
     Table,
 )
 from thor_dflash.plugins.registry import KERNELS
-from thor_dflash.runtime.engines.cuda import binding, engine, graph_capture
+from thor_dflash.runtime.engines.cuda import binding, engine
 from thor_dflash.runtime.engines.protocol import Call
 
 ALIGNMENT = 1024
@@ -164,7 +164,7 @@ class Emulated(Fake):
         """By id of the launch."""
         self._held: dict[int, Any] = {}
         """What a handle of a module or graph stands for."""
-        self.bounds: list[binding.Bound] = []
+        self.bounds: list[binding.BoundProgram] = []
         self.ran: list[Work] = []
         """All launches that ran, in order."""
         self.logits: list[bytes] = []
@@ -180,7 +180,7 @@ class Emulated(Fake):
         ones, and by those since."""
 
     # ---- functions of the engine that are intercepted ------------------------------------------
-    def bind(self, call: Call, program: Program, device: Device) -> binding.Bound:
+    def bind(self, call: Call, program: Program, device: Device) -> binding.BoundProgram:
         """Call the engine's own function and note what each launch belongs to."""
         made = binding.bind(call, program, device)
         self.bounds.append(made)
@@ -190,8 +190,8 @@ class Emulated(Fake):
         sizes |= {n: spec.nbytes({}) for n, spec in specs.items()}
         ports = {id(step): found for step, found in meanings(program, sizes)}
         seen: dict[int, set[str]] = {}
-        for planned in made.planned:
-            step, launch = planned.step, planned.launch
+        for one in made.launches:
+            step, launch = one.step, one.launch
             before = seen.setdefault(id(step), set())
             self.meant[id(launch)] = Meant(step, frozenset(names(launch) - before), ports[id(step)])
             before |= names(launch)
@@ -385,5 +385,5 @@ def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
     monkeypatch.setattr(driver, "_bindings", lambda: made)
     monkeypatch.setattr(kernel_cache, "load", load)
     monkeypatch.setattr(engine, "bind", made.bind)
-    monkeypatch.setattr(graph_capture, "enqueue", made.enqueue)
+    monkeypatch.setattr(engine, "enqueue", made.enqueue)
     return made

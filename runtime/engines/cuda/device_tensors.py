@@ -46,7 +46,7 @@ class DeviceTensors:
         self._buffers: dict[DoubleBuffer, None] = {}
 
     def empty(self, spec: TensorSpec, dims: Dims) -> CudaTensor:
-        """A new tensor."""
+        """See Engine."""
         assert not self.arena.base, f"{spec} made after prepare"
         tensor = CudaTensor(TensorSpec(spec.name, spec.dtype, spec.at(dims)))
         self.all.append(tensor)

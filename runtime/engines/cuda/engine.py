@@ -16,7 +16,7 @@ import numpy as np
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.tensors import Array, Dims, TensorSpec
+from thor_dflash.core.tensors import TensorSpec
 from thor_dflash.package.launch_program import Program, Step, Weight, read
 from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue
@@ -29,7 +29,6 @@ from thor_dflash.runtime.engines.cuda.binding import (
     address,
     arguments,
     bind,
-    cuda,
     in_place,
     table,
     without_offset,
@@ -38,7 +37,7 @@ from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
 from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
 from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
-from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
+from thor_dflash.runtime.engines.protocol import Call, Graph
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +64,13 @@ class CudaEngine:
         self.package = package
         self.tensors = DeviceTensors(self.driver, indirect=True)
         self.replay = GraphReplay(self.tensors, self._resolve, graphs=config.graphs)
+        self.empty = self.tensors.empty
+        self.run, self.busy, self.close = self.replay.run, self.replay.busy, self.replay.close
+        self.write, self.clear, self.read = (
+            self.replay.write,
+            self.replay.clear,
+            self.replay.read,
+        )
         self._config = config
         self._progress = progress
         self._fill = fill or FileWeights(package, progress)
@@ -94,10 +100,6 @@ class CudaEngine:
             outputs = {n: v.spec(n) for n, v in program.outputs.items()}
             self._graphs[name] = CudaGraph(name, program, inputs, outputs)
         return self._graphs[name]
-
-    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
-        """See Engine."""
-        return self.tensors.empty(spec, dims)
 
     # ---- prepare -------------------------------------------------------------------------
 
@@ -198,30 +200,6 @@ class CudaEngine:
     def _resolve(self, bound: BoundProgram, first: bool) -> Callable[[], None]:
         launches = [(one, arguments(bound, one, self._places)) for one in bound.launches]
         return partial(enqueue_launches, self.driver, self._kernels, launches, first=first)
-
-    def run(self, calls: Sequence[Call]) -> None:
-        """See Engine."""
-        self.replay.run(calls)
-
-    def write(self, tensor: Tensor, values: Array) -> None:
-        """See Engine."""
-        self.replay.write(cuda(tensor), values)
-
-    def clear(self, tensor: Tensor) -> None:
-        """See Engine."""
-        self.replay.clear(cuda(tensor))
-
-    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
-        """See Engine."""
-        return self.replay.read(cuda(tensor), shape)
-
-    def busy(self) -> Mapping[str, float]:
-        """See Engine."""
-        return self.replay.busy()
-
-    def close(self) -> None:
-        """See Engine."""
-        self.replay.close()
 
     # ---- measurements --------------------------------------------------------------------
 

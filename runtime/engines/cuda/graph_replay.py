@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor, DoubleBuffer
+from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor, DoubleBuffer, cuda
 from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_capture import (
     CapturedGraph,
@@ -17,7 +17,7 @@ from thor_dflash.runtime.engines.cuda.graph_capture import (
     capture,
 )
 from thor_dflash.runtime.engines.cuda.run_timing import RunTimes
-from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 B = TypeVar("B", bound=BoundCall)
 
@@ -115,32 +115,33 @@ class GraphReplay(Generic[B]):
         for buffer, current in before.items():
             buffer.current ^= current
 
-    def write(self, tensor: CudaTensor, values: Array) -> None:
+    def write(self, tensor: Tensor, values: Array) -> None:
         """See Engine."""
-        self._changed(tensor)
-        self._tensors.write(tensor, values)
+        self._tensors.write(self._changed(tensor), values)
 
-    def clear(self, tensor: CudaTensor) -> None:
+    def clear(self, tensor: Tensor) -> None:
         """See Engine."""
-        self._changed(tensor)
-        self._tensors.clear(tensor)
+        self._tensors.clear(self._changed(tensor))
 
-    def _changed(self, tensor: CudaTensor) -> None:
+    def _changed(self, tensor: Tensor) -> CudaTensor:
         """Note a host write: the value in the last run's readback is no longer current."""
-        if tensor.readback:
+        t = cuda(tensor)
+        if t.readback:
             self.times.latest = None
+        return t
 
-    def read(self, tensor: CudaTensor, shape: tuple[int, ...] | None = None) -> Array:
+    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
         """See Engine. What the last run reads back is there before the run has ended."""
         self._driver.enter()
+        t = cuda(tensor)
         early = self.times.latest.readback if self.times.latest else None
-        if early and shape is None and tensor.now in early.copies:
-            out = self._tensors.read_early(tensor, early)
+        if early and shape is None and t.now in early.copies:
+            out = self._tensors.read_early(t, early)
             if self._tensors.ring.sent == self._sent:
                 self._tensors.ring.idle()
             self.times.idle_before()
             return out
-        out = self._tensors.read(tensor, shape)
+        out = self._tensors.read(t, shape)
         self._idle()
         return out
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.progress import Progress
@@ -22,24 +21,11 @@ READERS = 4
 """Pieces read at once."""
 
 
-class WeightFiller(Protocol):
-    """Puts the weights of a package into device memory."""
-
-    def __call__(
-        self,
-        driver: Driver,
-        weights: Mapping[str, Weight],
-        at: Mapping[str, int],
-        packed: Mapping[str, CallSite],
-    ) -> None:
-        """Fill every weight before returning.
-
-        Args:
-            weights: By name.
-            at: Device address of each weight.
-            packed: For each packed matrix, a call that reads it.
-        """
-        ...
+WeightFiller = Callable[
+    [Driver, Mapping[str, Weight], Mapping[str, int], Mapping[str, CallSite]], None
+]
+"""Puts the weights of a package into device memory, and returns when all are there. Arguments: the
+driver; the weights; the device address of each; for each packed matrix, a call that reads it."""
 
 
 class FileWeights:
@@ -56,7 +42,7 @@ class FileWeights:
         at: Mapping[str, int],
         packed: Mapping[str, CallSite],
     ) -> None:
-        """See Filler.
+        """See WeightFiller.
 
         Raises:
             PackageError: a file cannot be read, or is shorter than the programs require.

@@ -26,7 +26,7 @@ import tensorrt as trt
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
+from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.launch_program import Weight
@@ -41,7 +41,7 @@ from thor_dflash.runtime.engines.cuda.binding import BoundCall, cuda
 from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
 from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
-from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
+from thor_dflash.runtime.engines.protocol import Call, Graph
 from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
 
 ALIGNMENT = 256
@@ -80,6 +80,13 @@ class TensorRTEngine:
         self.package = package
         self.tensors = DeviceTensors(self.driver, ALIGNMENT)
         self.replay = GraphReplay(self.tensors, self._resolve, graphs=config.graphs)
+        self.empty = self.tensors.empty
+        self.run, self.busy = self.replay.run, self.replay.busy
+        self.write, self.clear, self.read = (
+            self.replay.write,
+            self.replay.clear,
+            self.replay.read,
+        )
         self._config = config
         self._progress = progress
         self._fill = fill or FileWeights(package, progress)
@@ -125,10 +132,6 @@ class TensorRTEngine:
             outputs = {n: v.spec(n) for n, v in plan.outputs.items()}
             self._graphs[name] = PlanGraph(name, plan, inputs, outputs)
         return self._graphs[name]
-
-    def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
-        """See Engine."""
-        return self.tensors.empty(spec, dims)
 
     # ---- prepare -------------------------------------------------------------------------
 
@@ -288,26 +291,6 @@ class TensorRTEngine:
         if not context.execute_async_v3(int(self.driver.stream)):
             why = self._messages.why
             raise EngineError(f"TensorRT engine {context.name} must run (got: {why})")
-
-    def run(self, calls: Sequence[Call]) -> None:
-        """See Engine."""
-        self.replay.run(calls)
-
-    def write(self, tensor: Tensor, values: Array) -> None:
-        """See Engine."""
-        self.replay.write(cuda(tensor), values)
-
-    def clear(self, tensor: Tensor) -> None:
-        """See Engine."""
-        self.replay.clear(cuda(tensor))
-
-    def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:
-        """See Engine."""
-        return self.replay.read(cuda(tensor), shape)
-
-    def busy(self) -> Mapping[str, float]:
-        """See Engine."""
-        return self.replay.busy()
 
     def close(self) -> None:
         """See Engine."""

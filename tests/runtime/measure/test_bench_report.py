@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from stand_ins.fake_driver import fake
@@ -96,7 +96,7 @@ def measured(**ms: float) -> dict[str, Figure]:
     times = {"verify:linear": 1.25, "verify:gdn": 0.3, "verify": 6.0, "growth": 1.12,
              "propose+verify+accept+observe": 7.5, "verify.1:linear": 1.25,
              "verify.32:linear": 1.5, "verify+accept": 6.06, "prefill": 0.5, **ms}  # fmt: skip
-    rows = list(bench_report.figures(Known(times), Silent()))
+    rows = list(bench_report.figures(cast("CudaBench", Known(times)), Silent()))
     return {f"{row.section}/{row.name}": row for row in rows}
 
 
@@ -190,7 +190,7 @@ def test_a_cycle_moves_what_all_its_steps_move() -> None:
 
 
 def test_what_a_feature_saves_is_told_against_all_of_them() -> None:
-    known = Known({"verify": 9.0, "propose+verify+accept+observe": 15.0, "growth": 1.0})
+    known: Any = Known({"verify": 9.0, "propose+verify+accept+observe": 15.0, "growth": 1.0})
     rows = bench_report.brief(known, "no graph", {"verify": 6.0, "cycle": 7.5})
     assert [(row.name, row.value, row.note) for row in rows] == [
         ("no graph: verify", 9.0, "1.50x, 100 launches"),

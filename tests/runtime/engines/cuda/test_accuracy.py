@@ -25,7 +25,10 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compiler.COMPILER is None, reason="needs g++"),
+]
 
 HYBRID = TargetGeometry(
     vocab=1000, hidden=192, intermediate=208, layers=4, interval=2, heads=4, kv_heads=2,

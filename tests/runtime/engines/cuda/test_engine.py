@@ -67,7 +67,7 @@ def test_a_step_is_captured_once(made: Path, device: Fake) -> None:
 def test_a_kernel_without_the_shift_of_its_states_is_refused(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gdn, "_SHIFTS", gdn._SHIFTS[:1])
+    monkeypatch.setattr(gdn, "_OFFSETS", gdn._OFFSETS[:1])
     with pytest.raises(EngineError, match=r"layers\.0\.linear_attn: .*record_qkv"):
         open_session(made, EngineConfig(), Silent())
 
@@ -75,8 +75,8 @@ def test_a_kernel_without_the_shift_of_its_states_is_refused(
 def test_states_that_swap_places_separately_need_a_shift_each(
     made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = BufferOffset(tuple(port for shift in gdn._SHIFTS for port in shift.ports))
-    monkeypatch.setattr(gdn, "_SHIFTS", (together, together))
+    together = BufferOffset(tuple(port for shift in gdn._OFFSETS for port in shift.ports))
+    monkeypatch.setattr(gdn, "_OFFSETS", (together, together))
     wrong = r"must change place together \(got tail, next_tail"
     session = open_session(made, EngineConfig(), Silent())
     with closing(session) as s, pytest.raises(EngineError, match=wrong):

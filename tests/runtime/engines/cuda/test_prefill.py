@@ -1,4 +1,4 @@
-"""More programs on the CPU, as in test_cuda_programs.py: prefill, and blocks of another width."""
+"""More programs on the CPU, as in test_programs.py: prefill, and blocks of another width."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
         pair.prefill(list(range(100, 137)))
         pair.cycle([12, 13])
         tensors = {n: cuda(t) for n, t in pair.ours.state.tensors.items()}
-        fronts = {n: t.turn.current for n, t in tensors.items() if t.turn}
-        assert fronts == {n: n.endswith(".tail") for n in tensors if n in pair.moved()}
+        places = {n: t.buffer.current for n, t in tensors.items() if t.buffer}
+        assert places == {n: n.endswith(".tail") for n in tensors if n in pair.moved()}
         assert len(pair.device.graphs) == 2  # a prefill step and a cycle
         kernels = {work.kernel for work in pair.device.ran}
         assert {"linear", "linear_prefill", "gdn_prefill", "attend_dense"} <= kernels
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_prompt_is_read_by_the_kernels_of_few_rows(tmp_path: Path) -> None:
     with paired(packages(tmp_path), 8) as pair:
         for count in (9, 17, 32):

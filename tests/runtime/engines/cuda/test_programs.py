@@ -23,6 +23,7 @@ from support.poisoned_memory import poison
 from thor_dflash.builders import build as builder
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.launch_program import read
+from thor_dflash.plugins.launch import never
 from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request
@@ -50,6 +51,7 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
 
 
+@pytest.mark.slow
 def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:
     assert pair.begun is not None
     tokens, logits = pair.begun
@@ -71,11 +73,12 @@ def verified(package: Path, tokens: Array) -> Array:
             return session.model.read("logits")
 
 
+@pytest.mark.slow
 def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, root: Path) -> None:
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
-        rule = replace(KERNELS["verify_attention"], gates=False)
+        rule = replace(KERNELS["verify_attention"], fuses_gate=never)
         patch.setitem(KERNELS, "verify_attention", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "ungated")
     steps = [s for s in read(other, "verify").steps if s.op == "verify_attention"]
@@ -83,6 +86,7 @@ def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, ro
     np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
 
 
+@pytest.mark.slow
 def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
     pair: Pair, root: Path
 ) -> None:
@@ -90,7 +94,7 @@ def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
     assert pair.begun is not None
     tokens, logits = pair.begun
     with pytest.MonkeyPatch.context() as patch:
-        rule = replace(KERNELS["gdn"], finishes=lambda attributes: False)
+        rule = replace(KERNELS["gdn"], fuses_head_norm=never)
         patch.setitem(KERNELS, "gdn", rule)  # type: ignore[arg-type]
         other = built(root, "cuda", "unfinished")
     steps = [s for s in read(other, "verify").steps if s.op == "gdn"]
@@ -138,7 +142,7 @@ SHARED = {
 """Calls whose rows an earlier call leaves in slabs; "=" marks rows that are also normed and come
 with sums of squares."""
 ROWS_OF = {"embed": "rows", "gdn": "o", "verify_attention": "o", "draft_attention": "o"}
-"""Room -> its output of rows, where that is not y0."""
+"""Operator -> its output of rows, where that is not y0."""
 
 
 def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
@@ -146,7 +150,7 @@ def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
     for name, calls in SHARED.items():
         found: list[str] = []
         for step in bounds[name].program.steps:
-            launched = [p.launch.kernel for p in bounds[name].planned if p.step is step]
+            launched = [p.launch.kernel for p in bounds[name].launches if p.step is step]
             if "x_slabs" in step.ports:
                 found.append(step.name + "=" * ("x_squares" in step.ports))
                 assert "linear_rows" not in launched
@@ -158,6 +162,7 @@ def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
         assert found == calls.split()
 
 
+@pytest.mark.slow
 def test_no_answer_depends_on_memory_that_nothing_wrote(root: Path) -> None:
     answers: list[list[int]] = []
     for prepare in (poison, lambda patch: None):
