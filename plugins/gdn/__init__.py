@@ -2,7 +2,7 @@
 
 The state is never rolled back. A call first folds the rows accepted since the last call into the
 state, then runs its own rows from there. In verify mode these rows are saved as records and do not
-change the state; the next call is told how many of them were accepted. In prefill mode every valid
+change the state; the next call gets the number of accepted ones. In prefill mode every valid
 row is final and updates the state.
 
 Dimensions

@@ -63,8 +63,8 @@ class PluginNode:
     symbols: Mapping[str, int]
 
     @property
-    def rule(self) -> OpKernels:
-        """The operator's rule."""
+    def kernels(self) -> OpKernels:
+        """The operator's kernels."""
         return KERNELS[self.op]
 
     def fields(self) -> dict[str, Attribute]:
@@ -89,7 +89,7 @@ class PluginNode:
         return first, second
 
     def _contract(self) -> tuple[dict[str, Port], dict[str, Port]]:
-        op = self.rule.op
+        op = self.kernels.op
         ins, outs = op.inputs_of(self.attributes), op.outputs_of(self.attributes)
         return {p.name: p for p in ins}, {p.name: p for p in outs}
 
@@ -128,7 +128,7 @@ class PluginNode:
             for symbol, given in zip(want, shape, strict=False):
                 if isinstance(symbol, str):
                     symbols.setdefault(symbol, given)
-        derived = self.rule.op.derived(self.attributes)
+        derived = self.kernels.op.derived(self.attributes)
         for symbol, number in {**self.symbols, **derived}.items():
             symbols[symbol] = constant(number)
 
@@ -151,7 +151,7 @@ class PluginNode:
         for name in BODILESS & self.extra.keys():
             sizes = [n for n in self.extra[name].shape if isinstance(n, int)]
             ports[name] = Shaped(self.extra[name].dtype, tuple(sizes))
-        return CallSite(self.rule.op, self.attributes, ports)
+        return CallSite(self.kernels.op, self.attributes, ports)
 
 
 def tensor_of(port: Shaped) -> Shaped:

@@ -53,7 +53,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         trt.IPluginV3OneCore.__init__(self)
         trt.IPluginV3OneBuild.__init__(self)
         trt.IPluginV3OneRuntime.__init__(self)
-        self.plugin_name = node.rule.op.type
+        self.plugin_name = node.kernels.op.type
         self.plugin_namespace = DOMAIN
         self.plugin_version = str(VERSION)
         self.num_outputs = len(node.outputs)
@@ -144,7 +144,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
     ) -> int:
         """Scratch memory at the largest sizes, bytes, without counters."""
         site = self._most(inputs, outputs)
-        return working(self.node.rule.launches(site, self._device))[1]
+        return working(self.node.kernels.launches(site, self._device))[1]
 
     # ---- runtime -------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self._check(site)
         self.destroy()
         if self._kernels is not None:
-            self._call, self._at = OpCall(self._kernels, self.node.rule, site), site
+            self._call, self._at = OpCall(self._kernels, self.node.kernels, site), site
 
     def enqueue(
         self,
@@ -214,7 +214,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         return {p: TYPES[t] for p, t in zip(self.node.inputs, types, strict=False) if t in TYPES}
 
     def _check(self, site: CallSite) -> None:
-        if why := self.node.rule.refuse(site):
+        if why := self.node.kernels.refuse(site):
             raise EngineError(f"{self.plugin_name}: {why}")
 
     def _most(

@@ -122,7 +122,7 @@ template <class Of> DEVICE void pass_on(const Past& past, int n, int first, cons
     barrier_arrive(Of::full(past.memory, n, at));
 }
 
-// The order in which the second warp of a pair issues copies. Turn n computes the mixture of tile
+// The order in which the second warp of a pair issues copies. Step n computes the mixture of tile
 // n - 1 and the scores of tile n.
 struct KvPrefetcher {
     KvTileIterator<POSITIONS> tiles;  // at tile n + 2

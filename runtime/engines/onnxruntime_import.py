@@ -1,7 +1,7 @@
 """ONNX Runtime without its telemetry. No other module imports it.
 
 Since 1.29, ONNX Runtime's Linux builds send their vendor what they run (the process, names and
-hashes of models, times) unless they are told not to. A robot sends nothing that its owner did not
+hashes of models, times) unless it is switched off. A robot sends nothing that its owner did not
 ask for.
 Source: https://github.com/microsoft/onnxruntime, docs/Privacy.md and pull request 27379.
 """

@@ -33,13 +33,13 @@ def capacity(config: EngineConfig, found: Manifest) -> int:
     Raises:
         ConfigError: too short for any request, or longer than the models were made for.
     """
-    asked = config.capacity or found.capacity
+    chosen = config.capacity or found.capacity
     least, longest = found.block + MIN_CONVERSATION, longest_context(found.target, found.drafter)
-    if not least <= asked <= longest:
+    if not least <= chosen <= longest:
         raise ConfigError(
-            f"engine.capacity must be {least} to {longest}, the models' longest (got {asked})"
+            f"engine.capacity must be {least} to {longest}, the models' longest (got {chosen})"
         )
-    return asked
+    return chosen
 
 
 def block(config: EngineConfig, found: Manifest) -> int:
@@ -48,11 +48,11 @@ def block(config: EngineConfig, found: Manifest) -> int:
     Raises:
         ConfigError: the package has no graphs for it.
     """
-    asked = config.block or found.block
-    if asked not in (known := (*found.widths, found.block)):
+    chosen = config.block or found.block
+    if chosen not in (known := (*found.widths, found.block)):
         widths = " or ".join(str(width) for width in sorted(known))
-        raise ConfigError(f"engine.block must be {widths}, as the package was built (got {asked})")
-    return asked
+        raise ConfigError(f"engine.block must be {widths}, as the package was built (got {chosen})")
+    return chosen
 
 
 def chunk(config: EngineConfig, found: Manifest) -> int:
@@ -61,8 +61,8 @@ def chunk(config: EngineConfig, found: Manifest) -> int:
     Raises:
         ConfigError: the package has no graph for it.
     """
-    asked = config.chunk or found.chunk
-    if asked not in (known := (found.chunk, *found.chunks)):
+    chosen = config.chunk or found.chunk
+    if chosen not in (known := (found.chunk, *found.chunks)):
         rows = " or ".join(str(size) for size in sorted(known))
-        raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {asked})")
-    return asked
+        raise ConfigError(f"engine.chunk must be {rows}, as the package was built (got {chosen})")
+    return chosen

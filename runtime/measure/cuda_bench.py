@@ -181,7 +181,7 @@ class CudaBench:
         }
 
     def operators(self, name: str) -> tuple[str, ...]:
-        """Every room that a step uses."""
+        """Every operator that a step uses."""
         return tuple(dict.fromkeys(step.op for step in self._program(name).steps))
 
     def _program(self, name: str) -> Program:

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins.fake_driver import FACTS, MS, OK, Fake, fake
+from stand_ins.fake_driver import FACTS, MS, OK, FakeCuda, fake
 
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine, Driver
@@ -28,7 +28,7 @@ def part() -> ModuleType:
 
 
 @pytest.fixture
-def device(small_shape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+def device(small_shape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
     """A fake device that sets multiprocessors apart in groups of eight, as an H100 does."""
     made: Any = fake(monkeypatch)
 
@@ -51,7 +51,7 @@ def device(small_shape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_steps_are_measured_on_a_part_and_scaled(
-    part: ModuleType, device: Fake, capsys: pytest.CaptureFixture[str]
+    part: ModuleType, device: FakeCuda, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part.main(["--shape", "small", "--multiprocessors", "16"]) == 0
     out, err = capsys.readouterr()

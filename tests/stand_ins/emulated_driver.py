@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from emulator import compiler, runner
 from emulator.runner import Memory, is_early
-from stand_ins.fake_driver import FACTS, MEMORY, OK, Fake
+from stand_ins.fake_driver import FACTS, MEMORY, OK, FakeCuda
 from support.kernel_runner import POISON
 
 from thor_dflash.core.tensors import Array
@@ -44,11 +44,11 @@ from thor_dflash.runtime.engines.protocol import Call
 
 ALIGNMENT = 1024
 KINDS = {"pointer": ctypes.c_void_p, "int": ctypes.c_int32, "real": ctypes.c_float}
-OVERLAP = Fake.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+OVERLAP = FakeCuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class LaunchPort:
     """What a program says about one port of one step."""
 
     nbytes: int
@@ -66,10 +66,12 @@ class Meant:
     step: Step
     begins: frozenset[str]
     """Names of ports and scratch that this is the step's first launch to get."""
-    ports: dict[str, Port]
+    ports: dict[str, LaunchPort]
 
 
-def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, dict[str, Port]]]:
+def meanings(
+    program: Program, nbytes: dict[str, int]
+) -> Iterator[tuple[Step, dict[str, LaunchPort]]]:
     """Every step and its ports. `nbytes`: value -> bytes. A value is made by the first step that
     names it.
     """
@@ -79,7 +81,7 @@ def meanings(program: Program, nbytes: dict[str, int]) -> Iterator[tuple[Step, d
         for port, name in step.ports.items():
             kept = port in rule.in_place and name.startswith(NEXT)
             weight = name in program.weights
-            ports[port] = Port(nbytes[name], weight, name not in known, kept)
+            ports[port] = LaunchPort(nbytes[name], weight, name not in known, kept)
         known |= set(step.ports.values())
         yield step, ports
 
@@ -149,7 +151,7 @@ class Back:
     nbytes: int
 
 
-class Emulated(Fake):
+class EmulatedCuda(FakeCuda):
     """The driver described at the top of this file."""
 
     def __init__(self, device: Device) -> None:
@@ -375,9 +377,9 @@ class Emulated(Fake):
         work.memory.append(Memory(at, found.nbytes, writable, foreign, early))
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> Emulated:
+def emulate(monkeypatch: pytest.MonkeyPatch, device: Device) -> EmulatedCuda:
     """Replace the driver by the emulator; a cubin then holds the path and constants of a source."""
-    made = Emulated(device)
+    made = EmulatedCuda(device)
 
     def load(source: Path, defines: dict[str, int], *rest: object) -> Cubin:
         return Cubin(pickle.dumps((source.resolve(), dict(defines))), "")

@@ -33,7 +33,7 @@ FACTS = {
 for an attribute returns its argument."""
 
 
-class Fake:
+class FakeCuda:
     """The driver's functions; each returns (status, values...) as cuda-python does."""
 
     CUDA_VERSION = 13000
@@ -259,9 +259,9 @@ class Fake:
         return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
 
 
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Replace the driver by a fake, and compiling by a function that returns empty cubins."""
-    made = Fake()
+    made = FakeCuda()
     monkeypatch.setattr(driver, "_bindings", lambda: made)
     monkeypatch.setattr(kernel_cache, "load", lambda *_, **__: Cubin(b"", ""))
     return made

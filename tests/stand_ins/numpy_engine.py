@@ -23,7 +23,7 @@ Spoil = Callable[[Step, dict[str, Array]], None]
 
 
 @dataclass(eq=False)
-class Memory:
+class NumpyTensor:
     spec: TensorSpec
     array: Array
 
@@ -62,7 +62,7 @@ class Stepping:
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
         bound = TensorSpec(spec.name, spec.dtype, spec.at(dims))
-        return Memory(bound, np.zeros(bound.at({}), bound.dtype.numpy))
+        return NumpyTensor(bound, np.zeros(bound.at({}), bound.dtype.numpy))
 
     def prepare(self, calls: Sequence[Call]) -> None: ...
 
@@ -152,6 +152,6 @@ class Stepping:
                 memory(call.inputs[name.removeprefix(NEXT)]).array[...] = made
 
 
-def memory(tensor: Tensor) -> Memory:
-    assert isinstance(tensor, Memory)
+def memory(tensor: Tensor) -> NumpyTensor:
+    assert isinstance(tensor, NumpyTensor)
     return tensor

@@ -166,7 +166,7 @@ def dynamic(shaped: Shaped) -> DynamicPluginTensorDesc:
 
 def creator_of(node: PluginNode) -> Any:
     """Returns the registered creator for a node, found by type, version and namespace."""
-    return _REGISTRY.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
+    return _REGISTRY.get_creator(node.kernels.op.type, str(VERSION), DOMAIN)
 
 
 def fields(values: Mapping[str, int]) -> list[PluginField]:

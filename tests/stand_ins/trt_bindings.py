@@ -119,7 +119,7 @@ class BindingChecks:
     def creator(self, node: PluginNode) -> Any:
         if self.registry is None:
             return self.module.Creator(node.op, THOR, None, self.table)
-        return self.registry.get_creator(node.rule.op.type, str(VERSION), DOMAIN)
+        return self.registry.get_creator(node.kernels.op.type, str(VERSION), DOMAIN)
 
     def one(self, site: CallSite, node: PluginNode) -> None:
         """Make a plugin from its fields and again from its serialised fields; check both."""
@@ -143,7 +143,7 @@ class BindingChecks:
         for kind in trt.PluginCapabilityType.__members__.values():
             assert plugin.get_capability_interface(kind) is plugin
         named = plugin.plugin_name, plugin.plugin_namespace, plugin.plugin_version
-        assert named == (node.rule.op.type, DOMAIN, str(VERSION))
+        assert named == (node.kernels.op.type, DOMAIN, str(VERSION))
         assert plugin.num_outputs == len(node.outputs)
         assert plugin.timing_cache_id.endswith(str(node.key))
         ins = [tensor_of(site.ports[port]) for port in node.inputs]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stand_ins.emulated_driver import Emulated, emulate
+from stand_ins.emulated_driver import EmulatedCuda, emulate
 from support.checkpoints import DrafterGeometry, TargetGeometry, write_drafter, write_target
 
 from thor_dflash.builders import build as builder
@@ -66,7 +66,7 @@ def packages(root: Path) -> Path:
 class Pair:
     """The model on both engines, which are given the same work."""
 
-    device: Emulated
+    device: EmulatedCuda
     ours: ModelRunner
     """On the CUDA engine."""
     theirs: ModelRunner

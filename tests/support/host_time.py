@@ -20,7 +20,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from stand_ins.fake_driver import Fake, fake
+from stand_ins.fake_driver import FakeCuda, fake
 from support.planner_nano import package, request
 
 from thor_dflash.config.engine import EngineConfig
@@ -31,7 +31,7 @@ from thor_dflash.runtime.session import Session, open_session
 WARM, CYCLES, RUNS = 10, 500, 7
 
 
-def one_run(session: Session, device: Fake) -> float:
+def one_run(session: Session, device: FakeCuda) -> float:
     """Run WARM cycles, then CYCLES more; return microseconds per cycle of the latter."""
     chunks = (
         c for c in session.run(request(session, 0, WARM + CYCLES), DflashDrafter()) if c.tokens

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins.fake_driver import FACTS, MEMORY, Fake, fake
+from stand_ins.fake_driver import FACTS, MEMORY, FakeCuda, fake
 
 from thor_dflash.core.errors import EngineError, EngineLost
 from thor_dflash.plugins.cuda import driver as driver_module
@@ -16,13 +16,13 @@ from thor_dflash.plugins.cuda.driver import Driver
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake(monkeypatch)
 
 
 @pytest.mark.parametrize(("minor", "major"), [(9, 8), (0, 9), (0, 11)])
 def test_a_device_that_is_too_old_is_refused(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, major: int, minor: int
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, major: int, minor: int
 ) -> None:
     name = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
     facts = SimpleNamespace(**{**FACTS, f"{name}_MAJOR": major, f"{name}_MINOR": minor})
@@ -53,7 +53,7 @@ def test_what_is_available_is_told_in_bytes() -> None:
 
 
 def test_what_broke_a_driver_is_told_also_after_it_was_closed(
-    device: Fake, monkeypatch: pytest.MonkeyPatch
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:
         return (type("Status", (int,), {"name": "CUDA_ERROR_ILLEGAL_ADDRESS"})(700),)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins.fake_driver import OK, Fake, fake
+from stand_ins.fake_driver import OK, FakeCuda, fake
 
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.cuda import compile as compiler
@@ -31,7 +31,7 @@ def status(code: str) -> Any:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """A fake device that loads only images that begin like a cubin. Kernels really are compiled."""
     made = fake(monkeypatch)
 
@@ -75,7 +75,10 @@ def unsealed(whole: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [cut, flipped, unsealed, lambda _: b"", lambda _: bytes(99)])
 def test_a_damaged_file_is_compiled_again(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: Callable[[bytes], bytes]
+    device: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes],
 ) -> None:
     start(tmp_path)
     [kept] = tmp_path.iterdir()
@@ -107,7 +110,7 @@ def test_a_whole_kernel_under_the_name_of_another_is_not_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("code", ["CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_ILLEGAL_ADDRESS"])
 def test_a_whole_image_that_the_device_does_not_take_is_not_compiled_again(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ) -> None:
     start(tmp_path)
     monkeypatch.setattr(device, "cuModuleLoadData", lambda _: (status(code),))

@@ -6,6 +6,7 @@ logits are added to the graph's outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -50,38 +51,38 @@ ORDINARY = DrafterGeometry()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class DrafterKind:
     """A drafter checkpoint."""
 
     geometry: DrafterGeometry = ORDINARY
     target: str = "27b"
     dialect: Dialect = "bf16"
     target_dialect: Dialect = "bf16"
-    said: tuple[tuple[str, object], ...] = ()
+    changes: tuple[tuple[str, object], ...] = ()
     """Keys of its config.json that differ from the ordinary one."""
 
 
-KINDS: dict[str, Kind] = {
-    "sliding, full": Kind(),
-    "27b's": Kind(
+KINDS: dict[str, DrafterKind] = {
+    "sliding, full": DrafterKind(),
+    "27b's": DrafterKind(
         geometry=DrafterGeometry(
             layer_types=(SLIDING,) * 4 + (FULL,), heads=8, head_dim=16, taps=(0, 1, 2, 3)
         ),
         dialect="modelopt",
         target_dialect="modelopt",
     ),
-    "window of one block": Kind(
+    "window of one block": DrafterKind(
         geometry=DrafterGeometry(layer_types=(SLIDING, FULL, SLIDING), window=16, taps=(2,)),
         target="0.8b",
     ),
-    "all full": Kind(geometry=DrafterGeometry(layer_types=(FULL, FULL)), dialect="fp8"),
-    "bidirectional": Kind(said=(("is_causal", False),)),
-    "causal": Kind(said=(("is_causal", True),), dialect="compressed-tensors"),
+    "all full": DrafterKind(geometry=DrafterGeometry(layer_types=(FULL, FULL)), dialect="fp8"),
+    "bidirectional": DrafterKind(changes=(("is_causal", False),)),
+    "causal": DrafterKind(changes=(("is_causal", True),), dialect="compressed-tensors"),
 }
 
 
 @dataclass
-class Bench:
+class DrafterBench:
     """A package's drafter graphs, what the plain drafter needs, and one sequence's rings."""
 
     rules: Rules
@@ -153,20 +154,20 @@ class Bench:
 
 
 @cache
-def bench(name: str) -> Bench:
+def bench(name: str) -> DrafterBench:
     kind = KINDS[name]
     g, target = kind.geometry, GEOMETRIES[kind.target]
     with TemporaryDirectory() as held:
         root = Path(held)
         write_target(root / "target", target, 21, kind.target_dialect)
         write_drafter(root / "drafter", target, g, 22, kind.dialect)
-        write_config(root / "drafter", read_config(root / "drafter") | dict(kind.said))
+        write_config(root / "drafter", read_config(root / "drafter") | dict(kind.changes))
         config = BuildConfig(chunk=CHUNK, capacity=CAPACITY)
         build(root / "target", root / "drafter", root / "package", config, Silent())
         _show_logits(root / "package" / "propose.onnx")
         own = dequantised(root / "target")
         sliding = [layer == SLIDING for layer in g.layer_types]
-        made = Bench(
+        made = DrafterBench(
             rules(read_config(root / "drafter")),
             dequantised(root / "drafter"),
             own["model.embed_tokens.weight"],
@@ -192,7 +193,7 @@ def _load(package: Path, name: str) -> Any:
     return ort.InferenceSession(str(package / f"{name}.onnx"), options)
 
 
-def features(b: Bench, count: int, seed: int = 0) -> Array:
+def features(b: DrafterBench, count: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((count, b.width)).astype(np.float32)
 
 
@@ -217,7 +218,7 @@ def distance(a: Array, b: Array) -> float:
 
 # With a window of 32 and 16 rows, row 15 first loses context row 0 at a context of 17, row 0 at 32.
 # A sliding ring has 32 + CHUNK slots, so 240 rows go round it more than three times.
-CONTEXTS = (0, 1, 2, 15, 16, 17, 18, 31, 32, 33, 47, 48, 49, 71, 72, 73, 143, 144, 145, 240)
+CONTEXTS = (0, 1, 15, 16, 17, 31, 32, 33, 48, 71, 72, 73, 145, 240)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -300,8 +301,9 @@ BROKEN: dict[str, Callable[[Rules], Rules]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["sliding, full", "27b's"])
-@pytest.mark.parametrize("rule", BROKEN)
+@pytest.mark.parametrize(
+    ("rule", "name"), zip(BROKEN, itertools.cycle(["sliding, full", "27b's"]), strict=False)
+)
 def test_a_drafter_with_another_rule_is_far_away(name: str, rule: str) -> None:
     b = bench(name)
     taps = features(b, 60)
@@ -309,8 +311,7 @@ def test_a_drafter_with_another_rule_is_far_away(name: str, rule: str) -> None:
     assert distance(b.propose()[1], b.plain(taps, BROKEN[rule](b.rules))) >= DIFFERENT
 
 
-@pytest.mark.parametrize("name", ["sliding, full", "27b's"])
-@pytest.mark.parametrize("shift", [1, -1])
+@pytest.mark.parametrize(("name", "shift"), [("sliding, full", 1), ("27b's", -1)])
 def test_rows_shifted_by_one_are_far_away(name: str, shift: int) -> None:
     b = bench(name)
     taps = features(b, 60)

@@ -43,7 +43,7 @@ TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, TARGET.vocab, 61)
 
 
 @dataclass(frozen=True)
-class Pair:
+class TapPair:
     """An open package, and its drafter as a plain drafter of tests/plain."""
 
     session: Session
@@ -60,7 +60,7 @@ class Pair:
 
 
 @cache
-def pair(taps: tuple[int, ...]) -> Pair:
+def pair(taps: tuple[int, ...]) -> TapPair:
     """A pair whose drafter has these taps. Pairs with equally many taps have equal weights."""
     with TemporaryDirectory() as held:
         root = Path(held)
@@ -69,7 +69,7 @@ def pair(taps: tuple[int, ...]) -> Pair:
         config = BuildConfig(chunk=24, capacity=256)
         build(root / "target", root / "drafter", root / "package", config, Silent())
         own = dequantised(root / "target")
-        return Pair(
+        return TapPair(
             open_session(root / "package", EngineConfig(threads=1), Silent()),
             rules(read_config(root / "drafter")),
             dequantised(root / "drafter"),
@@ -145,7 +145,7 @@ def decoded(taps: tuple[int, ...]) -> tuple[list[int], Blocks]:
     return prompt + answer, diary.blocks
 
 
-def regret(p: Pair, taps: Array, tokens: list[int], blocks: Blocks) -> list[float]:
+def regret(p: TapPair, taps: Array, tokens: list[int], blocks: Blocks) -> list[float]:
     """For each block, how far the worst draft's logit is below the largest: by the plain drafter,
     relative to its largest magnitude.
     """

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins.fake_driver import MS, Fake, fake
-from support.planner_nano import NANO, package
+from stand_ins.fake_driver import MS, FakeCuda, fake
+from support.planner_nano import package
 
-from thor_dflash.builders.build import build
 from thor_dflash.cli import main
-from thor_dflash.config.build import BuildConfig
-from thor_dflash.core.progress import Silent
 from thor_dflash.package.manifest import read
 from thor_dflash.runtime.grammar.policy import Walk
 from thor_dflash.runtime.measure import cuda_bench, cycle_breakdown
@@ -25,7 +22,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(cuda_bench, "REST", 0.0)
     return fake(monkeypatch)
 
@@ -115,13 +112,3 @@ def test_under_a_schema_a_cycle_has_the_graph_that_reads_masks(
     found = taken_apart(made, tmp_path, capsys, "--schema", str(tmp_path / "schema.json"))
     graphs = [part["graph"] for part in found["parts"] if not part["name"]]
     assert graphs == ["propose", "verify", "accept_masked", "observe"]
-
-
-@pytest.mark.usefixtures("device")
-def test_a_package_without_a_drafter_is_taken_apart_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = BuildConfig(engine="cuda", kv="fp8", activations="bf16", chunk=64, capacity=512)
-    build(NANO / "target", None, tmp_path / "plain", config, Silent())
-    found = taken_apart(tmp_path / "plain", tmp_path, capsys)
-    assert {part["graph"] for part in found["parts"]} == {"verify", "accept"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import MS, Fake, fake
+from stand_ins.fake_driver import MS, FakeCuda, fake
 
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
@@ -27,7 +27,7 @@ class Noted:
     """Replayed calls that only note where they lead, given the offsets on the device by then."""
 
     def __init__(
-        self, device: Fake, monkeypatch: pytest.MonkeyPatch, *, indirect: bool = True
+        self, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, indirect: bool = True
     ) -> None:
         self.tensors = DeviceTensors(Driver(), indirect=indirect)
         self.replay = GraphReplay(self.tensors, self._resolve, graphs=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import FACTS, MEMORY, Fake, fake
+from stand_ins.fake_driver import FACTS, MEMORY, FakeCuda, fake
 from support.planner_nano import package, request
 
 from thor_dflash.config.engine import EngineConfig
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake(monkeypatch)
 
 
@@ -42,7 +42,7 @@ def cycles(s: Session, count: int) -> int:
     return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), DflashDrafter()))
 
 
-def test_each_engine_of_a_thread_works_in_its_own_context(made: Path, device: Fake) -> None:
+def test_each_engine_of_a_thread_works_in_its_own_context(made: Path, device: FakeCuda) -> None:
     with (
         closing(open_session(made, EngineConfig(), Silent())) as one,
         closing(open_session(made, EngineConfig(), Silent())) as two,
@@ -52,7 +52,7 @@ def test_each_engine_of_a_thread_works_in_its_own_context(made: Path, device: Fa
     assert device.contexts == 2
 
 
-def test_a_step_is_captured_once(made: Path, device: Fake) -> None:
+def test_a_step_is_captured_once(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         cycles(s, 9)
         cycles(s, 9)
@@ -65,7 +65,7 @@ def test_a_step_is_captured_once(made: Path, device: Fake) -> None:
 
 
 def test_a_kernel_without_the_shift_of_its_states_is_refused(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gdn, "_OFFSETS", gdn._OFFSETS[:1])
     with pytest.raises(EngineError, match=r"layers\.0\.linear_attn: .*record_qkv"):
@@ -73,7 +73,7 @@ def test_a_kernel_without_the_shift_of_its_states_is_refused(
 
 
 def test_states_that_swap_places_separately_need_a_shift_each(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = BufferOffset(tuple(port for shift in gdn._OFFSETS for port in shift.ports))
     monkeypatch.setattr(gdn, "_OFFSETS", (together, together))
@@ -83,7 +83,7 @@ def test_states_that_swap_places_separately_need_a_shift_each(
         cycles(s, 1)
 
 
-def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: Fake) -> None:
+def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         chunks = s.run(request(s, 0, 9), DflashDrafter())
         sent: list[int] = []
@@ -93,7 +93,7 @@ def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: Fake) -> None:
     assert sent[1:] == [1] * 8
 
 
-def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: Fake) -> None:
+def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         engine, call = s.model.engine, s.model.call("propose")
         for tensor, copies in ((call.outputs["tokens"], 2), (call.inputs["last"], 1)):
@@ -105,17 +105,8 @@ def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: Fake) 
             assert len(device.sent) == copies, tensor.spec.name
 
 
-def test_without_graphs_every_kernel_is_launched_every_time(made: Path, device: Fake) -> None:
-    with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
-        cycles(s, 4)
-        assert not device.graphs
-        before = device.calls.count("cuLaunchKernelEx")
-        cycles(s, 4)
-        assert device.calls.count("cuLaunchKernelEx") > before + 4 * 60
-
-
 def test_kernels_are_compiled_while_weights_are_loaded(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, loaded = Event(), Event()
 
@@ -135,7 +126,7 @@ def test_kernels_are_compiled_while_weights_are_loaded(
 
 
 def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[object] = []
 
@@ -154,7 +145,7 @@ def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
     assert len(begun) <= kernel_cache.COMPILERS
 
 
-def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: FakeCuda) -> None:
     device.taken = MEMORY - (260 << 20)
     with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
         open_session(made, EngineConfig(), Silent())
@@ -162,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device:
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
-    made: Path, device: Fake
+    made: Path, device: FakeCuda
 ) -> None:
     longest = manifest.read(made).target.max_position
     with closing(open_session(made, EngineConfig(capacity=longest), Silent())):
@@ -180,7 +171,7 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does(
 
 @pytest.mark.parametrize(("shared", "layer"), [(49152, 0), (101376, 3)])
 def test_a_device_with_too_little_shared_memory_is_refused(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, shared: int, layer: int
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, shared: int, layer: int
 ) -> None:
     """With 48 KB not even two stages of a linear fit. With 99 KB linears do with fewer stages, but
     the attention in layer 3 does not fit.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import MS, Fake, fake
+from stand_ins.fake_driver import MS, FakeCuda, fake
 from support.planner_nano import package, request
 
 from thor_dflash.config.engine import EngineConfig
@@ -80,7 +80,7 @@ def call(name: str, reads: dict[str, Any], writes: dict[str, Any]) -> Call:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake(monkeypatch)
 
 
@@ -213,7 +213,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return package(tmp_path_factory.mktemp("handover") / "nano", engine="cuda")
 
 
-def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def noted(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list of the driver calls below that are made from now on, in order."""
     seen: list[str] = []
 
@@ -234,7 +234,7 @@ def noted(device: Fake, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_record_is_copied_while_the_rows_are_observed(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         engine, steps = s.model.engine, ("propose", "verify", "accept", "observe")
@@ -258,7 +258,7 @@ def test_a_record_is_copied_while_the_rows_are_observed(
 
 
 def test_no_cycle_is_waited_for_to_its_end(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         chunks = (chunk for chunk in s.run(request(s, 0, 9), DflashDrafter()) if chunk.tokens)
@@ -273,7 +273,7 @@ def test_no_cycle_is_waited_for_to_its_end(
 
 
 def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
-    made: Path, device: Fake
+    made: Path, device: FakeCuda
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         engine = s.model.engine
@@ -287,7 +287,7 @@ def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
 
 
 def test_without_graphs_everything_is_waited_for(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
         calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
@@ -300,7 +300,7 @@ def test_without_graphs_everything_is_waited_for(
 
 @pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
 def test_an_interrupt_does_not_leave_the_stream_capturing(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, name: str
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """CUDA would refuse every later wait for a stream that is."""
     with closing(open_session(made, EngineConfig(), Silent())) as s:

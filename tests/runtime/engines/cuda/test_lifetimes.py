@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import MS, OK, Fake, fake
+from stand_ins.fake_driver import MS, OK, FakeCuda, fake
 from support.planner_nano import package, request
 
 from thor_dflash.config.engine import EngineConfig
@@ -31,12 +31,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake(monkeypatch)
 
 
 def during(
-    monkeypatch: pytest.MonkeyPatch, device: Fake, name: str, do: Callable[[], object]
+    monkeypatch: pytest.MonkeyPatch, device: FakeCuda, name: str, do: Callable[[], object]
 ) -> Callable[[], bool]:
     """Do something once, before the next call of a driver function; returns whether it was done."""
     original, done = getattr(device, name), list[bool]()
@@ -60,7 +60,7 @@ def abandoned(s: Session) -> Any:
 
 @pytest.mark.parametrize("name", ["cuGraphLaunch", "cuEventRecord", "cuMemcpyHtoDAsync"])
 def test_a_finaliser_leaves_the_context_of_another_engines_step(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, name: str
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with (
         closing(open_session(made, EngineConfig(), Silent())) as one,
@@ -79,7 +79,7 @@ def test_a_finaliser_leaves_the_context_of_another_engines_step(
 
 
 def test_a_finaliser_does_not_wait_during_a_capture(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         left, engine = abandoned(s), s.model.engine
@@ -94,7 +94,7 @@ def test_a_finaliser_does_not_wait_during_a_capture(
 
 
 def test_a_finaliser_may_wait_during_the_capture_of_another_engine(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         closing(open_session(made, EngineConfig(), Silent())) as one,
@@ -117,7 +117,7 @@ def test_a_finaliser_may_wait_during_the_capture_of_another_engine(
      ("cuStreamBeginCapture", 0)],
 )  # fmt: skip
 def test_a_capture_that_fails_leaves_nothing_behind(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, name: str, good: int
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, good: int
 ) -> None:
     no_room = type("Status", (int,), {"name": "CUDA_ERROR_OUT_OF_MEMORY"})(2)
     monkeypatch.setattr(device, "cuGetErrorString", lambda _: (OK, b"memory"), raising=False)
@@ -147,7 +147,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_shared_context_keeps_nothing_of_a_driver_that_was_closed(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, broken: bool
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     """Other libraries keep the primary context, so releasing it frees nothing."""
     driver = Driver(shared=True)
@@ -171,7 +171,7 @@ def test_a_shared_context_keeps_nothing_of_a_driver_that_was_closed(
     assert device.calls.count("cuStreamDestroy") == 2
 
 
-def test_what_is_freed_after_the_end_of_a_driver_is_left_to_it(device: Fake) -> None:
+def test_what_is_freed_after_the_end_of_a_driver_is_left_to_it(device: FakeCuda) -> None:
     driver = Driver()
     memory = driver.allocate(1000)
     driver.close()

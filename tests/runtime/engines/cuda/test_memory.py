@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from thor_dflash.core.errors import EngineError, OutOfMemory
 from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
-from thor_dflash.runtime.engines.cuda import host_writes
 from thor_dflash.runtime.engines.cuda.arena import RESERVE, Arena
 from thor_dflash.runtime.engines.cuda.host_writes import (
     RING,
@@ -221,7 +220,7 @@ def test_a_tensors_corner_is_split_into_contiguous_runs(data: st.DataObject) -> 
         assert at + len(piece) < after, "one run is one copy"
 
 
-def gate(status: str) -> Driver:
+def failing(status: str) -> Driver:
     """A driver whose next call returns this status."""
     driver = object.__new__(Driver)
     code = type("Code", (int,), {"name": status})(700)
@@ -234,7 +233,7 @@ def gate(status: str) -> Driver:
 
 
 def test_an_error_names_the_call_and_explains_the_code() -> None:
-    driver = gate("CUDA_ERROR_OUT_OF_MEMORY")
+    driver = failing("CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(
         EngineError, match=r"cuStreamSynchronize .*the driver's words.*lower engine"
     ):
@@ -244,7 +243,7 @@ def test_an_error_names_the_call_and_explains_the_code() -> None:
 
 @pytest.mark.parametrize("code", sorted(STICKY))
 def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(code: str) -> None:
-    driver = gate(code)
+    driver = failing(code)
     with pytest.raises(EngineError, match=rf"got {code}: .*; .*in this process: start it again"):
         driver("cuStreamSynchronize", 0)
     driver.cu.cuStreamSynchronize = None
@@ -262,13 +261,9 @@ def test_no_error_that_ends_a_process_is_missing() -> None:
     entries = re.findall(r"((?: +#:.*\n)+) +(CUDA_ERROR_\w+) =", text)
     ends = {
         name
-        for said, name in entries
-        if "must be terminated and relaunched" in re.sub(r"\s*#:\s*", " ", said)
+        for text, name in entries
+        if "must be terminated and relaunched" in re.sub(r"\s*#:\s*", " ", text)
     }
     assert len(entries) > 80
     assert ends
     assert ends <= STICKY.keys()
-
-
-def test_the_ring_holds_the_largest_small_tensor_several_times() -> None:
-    assert host_writes.SMALL < RING // 4

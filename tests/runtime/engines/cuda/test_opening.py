@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import OK, Fake, fake
+from stand_ins.fake_driver import OK, FakeCuda, fake
 from support.planner_nano import package
 
 from thor_dflash.config.engine import EngineConfig
@@ -28,13 +28,13 @@ def code(name: str) -> Any:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     made = fake(monkeypatch)
     made.cuGetErrorString = lambda _: (OK, b"the driver's words")  # type: ignore[attr-defined]
     return made
 
 
-def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
+def counted(patch: pytest.MonkeyPatch, device: FakeCuda, name: str) -> list[str]:
     """A list that grows with each call of a driver function from now on."""
     calls: list[str] = []
     inner: Callable[..., Any] = getattr(device, name)
@@ -47,12 +47,22 @@ def counted(patch: pytest.MonkeyPatch, device: Fake, name: str) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("status", CODES)
-@pytest.mark.parametrize(("name", "good"), [("cuCtxSetCurrent", 0), ("cuStreamCreate", 0),
-                                            ("cuStreamCreate", 1)])  # fmt: skip
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("name", "good", "status", "shared"),
+    [
+        ("cuCtxSetCurrent", 0, "CUDA_ERROR_OUT_OF_MEMORY", True),
+        ("cuStreamCreate", 0, "CUDA_ERROR_ILLEGAL_ADDRESS", False),
+        ("cuStreamCreate", 1, "CUDA_ERROR_OUT_OF_MEMORY", False),
+        ("cuStreamCreate", 1, "CUDA_ERROR_ILLEGAL_ADDRESS", True),
+    ],
+)
 def test_a_driver_that_cannot_start_releases_its_context(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, shared: bool, name: str, good: int, status: str
+    device: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    good: int,
+    status: str,
+    shared: bool,
 ) -> None:
     given = counted(monkeypatch, device, "cuDevicePrimaryCtxRelease" if shared else "cuCtxDestroy")
     answers = itertools.chain([(OK, 1)] * good, itertools.repeat((code(status),)))
@@ -71,7 +81,7 @@ def test_a_driver_that_cannot_start_releases_its_context(
 
 @pytest.mark.parametrize("status", CODES)
 def test_an_error_in_a_thread_that_reads_weights_is_reported(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
 ) -> None:
     built = package(tmp_path / "nano", engine="cuda")
     enter = device.cuCtxSetCurrent
@@ -88,13 +98,13 @@ def test_an_error_in_a_thread_that_reads_weights_is_reported(
 
 
 def test_a_directory_of_kernels_in_an_unknown_home_or_without_a_name_is_refused(
-    device: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built = package(tmp_path / "nano", engine="cuda")
     destroyed = counted(monkeypatch, device, "cuCtxDestroy")
-    for given, said in (("~nobody-of-this-name/cubins", r"begin with a home .*\(got ~nobody-"),
-                        ("", r"be a directory \(got an empty name\)")):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"engine.cubins must {said}"):
+    for given, wrong in (("~nobody-of-this-name/cubins", "begin with a home"),
+                         ("", "be a directory")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"engine.cubins must {wrong}"):
             open_session(built, EngineConfig(cubins=given), Silent())
     assert len(destroyed) == device.contexts
 

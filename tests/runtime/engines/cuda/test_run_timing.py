@@ -11,7 +11,7 @@ from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.engines.cuda.run_timing import RunTimes
 
 
-class Device:
+class EventDevice:
     """Knows which events it has yet to come to, and interrupts the host after a number of calls."""
 
     stream = "stream"
@@ -41,7 +41,7 @@ class Device:
 def test_after_an_interrupt_only_times_that_are_over_are_asked_for(
     calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, runs, ended = Device(calls), RunTimes(), CapturedGraph.ended
+    device, runs, ended = EventDevice(calls), RunTimes(), CapturedGraph.ended
     one = CapturedGraph("one", device, lambda: None)  # type: ignore[arg-type]
 
     def noted(captured: CapturedGraph, count: int) -> None:
@@ -67,7 +67,7 @@ def test_a_finaliser_may_ask_for_times_while_runs_are_noted_as_ended(
 ) -> None:
     """The finaliser of an abandoned request runs wherever Python collects garbage."""
     runs, ended = RunTimes(), CapturedGraph.ended
-    one = CapturedGraph("one", Device(0), lambda: None)  # type: ignore[arg-type]
+    one = CapturedGraph("one", EventDevice(0), lambda: None)  # type: ignore[arg-type]
 
     def finalised(captured: CapturedGraph, count: int) -> None:
         ended(captured, count)

@@ -21,7 +21,7 @@ from thor_dflash.runtime.engines.cuda.weight_loader import READERS, FileWeights
 PIECE = 16
 
 
-class Device:
+class DeviceMemory:
     """Keeps what is copied to it: address -> bytes."""
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ def test_every_byte_goes_to_its_address_and_is_reported(tmp_path: Path) -> None:
     data = np.random.default_rng(1).bytes(1000)
     (tmp_path / "a").write_bytes(data)
     (tmp_path / "b").write_bytes(data[::-1])
-    asked = {
+    weights = {
         "x": weight("b", 3, 7 * PIECE + 5),
         "y": weight("a", 500, PIECE),
         "z": weight("a", 0, 1),
     }
     at = {"x": 1 << 20, "y": 2 << 20, "z": 3 << 20}
-    device, progress = Device(), Counted()
-    FileWeights(tmp_path, progress)(device, asked, at, {})  # type: ignore[arg-type]
+    device, progress = DeviceMemory(), Counted()
+    FileWeights(tmp_path, progress)(device, weights, at, {})  # type: ignore[arg-type]
     for name, want in (("x", data[::-1][3:][: 7 * PIECE + 5]), ("y", data[500:][:PIECE]),
                        ("z", data[:1])):  # fmt: skip
         there = sorted(a for a in device.memory if a >> 20 == at[name] >> 20)
@@ -92,19 +92,19 @@ def test_every_byte_goes_to_its_address_and_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "told"), [(None, "a must be readable"), (50, r"a must hold \d+ bytes \(got \d+\)")]
+    ("size", "message"), [(None, "a must be readable"), (50, r"a must hold \d+ bytes \(got \d+\)")]
 )
-def test_a_file_that_is_gone_or_short_is_told_and_no_reader_waits_for_another(
-    tmp_path: Path, size: int | None, told: str
+def test_a_file_that_is_gone_or_short_is_reported_and_no_reader_waits_for_another(
+    tmp_path: Path, size: int | None, message: str
 ) -> None:
     if size is not None:
         (tmp_path / "a").write_bytes(bytes(size))
     failed: list[str] = []
 
     def load() -> None:
-        with pytest.raises(PackageError, match=told) as error:
-            asked = {"x": weight("a", 0, 20 * READERS * PIECE)}
-            FileWeights(tmp_path, Silent())(Device(), asked, {"x": 0}, {})  # type: ignore[arg-type]
+        with pytest.raises(PackageError, match=message) as error:
+            weights = {"x": weight("a", 0, 20 * READERS * PIECE)}
+            FileWeights(tmp_path, Silent())(DeviceMemory(), weights, {"x": 0}, {})  # type: ignore[arg-type]
         failed.append(str(error.value))
 
     thread = threading.Thread(target=load, daemon=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from stand_ins import tensorrt_module as trt
-from stand_ins.fake_driver import MEMORY, Fake, fake
+from stand_ins.fake_driver import MEMORY, FakeCuda, fake
 from support.planner_nano import package, request
 from support.trt_packages import made_of, planned, write
 
@@ -68,7 +67,7 @@ def made(source: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     trt.stand_in(monkeypatch)
     return fake(monkeypatch)
 
@@ -78,7 +77,7 @@ def cycles(s: Session, count: int) -> int:
     return sum(bool(chunk.tokens) for chunk in s.run(request(s, 0, count), DflashDrafter()))
 
 
-def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device: Fake) -> None:
+def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         assert cycles(s, 9) == cycles(s, 9) == 9
         captured, taken, launched = len(device.graphs), device.taken, count(device)
@@ -88,13 +87,13 @@ def test_a_cycle_is_captured_once_for_each_way_its_states_lie(made: Path, device
         assert captured <= 8
 
 
-def count(device: Fake) -> int:
+def count(device: FakeCuda) -> int:
     """Number of kernel launches so far."""
     return device.calls.count("cuLaunchKernelEx")
 
 
 def test_it_captures_the_kernels_that_the_cuda_engine_captures(
-    made: Path, device: Fake, tmp_path: Path
+    made: Path, device: FakeCuda, tmp_path: Path
 ) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         cycles(s, 9)
@@ -107,7 +106,9 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_launches_overlap_only_if_the_engine_may(made: Path, device: Fake, overlap: bool) -> None:
+def test_launches_overlap_only_if_the_engine_may(
+    made: Path, device: FakeCuda, overlap: bool
+) -> None:
     early = device.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     with closing(open_session(made, EngineConfig(overlap=overlap), Silent())) as s:
         cycles(s, 3)
@@ -121,8 +122,16 @@ def contexts(s: Session) -> dict[Any, Any]:
     return {(b.call, places): made for b in bounds for places, made in b.contexts.items()}
 
 
-def test_states_are_updated_in_place_or_swap_places(made: Path, device: Fake) -> None:
+def test_what_a_context_is_bound_to(made: Path, device: FakeCuda) -> None:
+    """States are updated in place or swap places; all contexts read one copy of a weight; the runs
+    before a capture leave cleared states.
+    """
     with closing(open_session(made, EngineConfig(), Silent())) as s:
+        last = len(device.calls) - device.calls[::-1].index("cuLaunchKernelEx")
+        engine: Any = s.model.engine
+        places = sum(len(tensor.places) for tensor in engine.tensors.all)
+        assert device.calls[last:].count("cuMemsetD8Async") == places
+        weights: dict[str, set[int]] = {}
         turned = 0
         for (call, fronts), context in contexts(s).items():
             plan, at = sidecar.read(made, context.engine.program.name), context._at
@@ -132,10 +141,15 @@ def test_states_are_updated_in_place_or_swap_places(made: Path, device: Fake) ->
                 assert (at[name] == at[state]) == (name in plan.in_place), name
                 assert (at[name], at[state]) in ((other[state], other[name]), (at[state],) * 2)
                 turned += at[name] != at[state]
+            for name in plan.weights:
+                weights.setdefault(name, set()).add(at[name])
         assert turned > 0
+        assert len(weights) > 20
+        assert all(len(found) == 1 for found in weights.values())
+        assert len(set.union(*weights.values())) == len(weights)
 
 
-def test_each_step_reads_what_the_one_before_it_left(made: Path, device: Fake) -> None:
+def test_each_step_reads_what_the_one_before_it_left(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
         states: list[tuple[dict[str, int], dict[str, int]]] = []
         for _ in range(3):
@@ -150,26 +164,7 @@ def test_each_step_reads_what_the_one_before_it_left(made: Path, device: Fake) -
             assert read == left
 
 
-def test_all_engines_read_one_copy_of_a_weight(made: Path, device: Fake) -> None:
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        found: dict[str, set[int]] = {}
-        for context in contexts(s).values():
-            for name in sidecar.read(made, context.engine.program.name).weights:
-                found.setdefault(name, set()).add(context._at[name])
-        assert len(found) > 20
-        assert all(len(places) == 1 for places in found.values())
-        assert len(set.union(*found.values())) == len(found)
-
-
-def test_states_are_cleared_after_the_runs_before_a_capture(made: Path, device: Fake) -> None:
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        last = len(device.calls) - device.calls[::-1].index("cuLaunchKernelEx")
-        engine: Any = s.model.engine
-        places = sum(len(tensor.places) for tensor in engine.tensors.all)
-        assert device.calls[last:].count("cuMemsetD8Async") == places
-
-
-def test_closing_leaves_room_for_the_next_engine(made: Path, device: Fake) -> None:
+def test_closing_leaves_room_for_the_next_engine(made: Path, device: FakeCuda) -> None:
     for _ in range(2):
         with closing(open_session(made, EngineConfig(), Silent())) as s:
             cycles(s, 3)
@@ -179,7 +174,7 @@ def test_closing_leaves_room_for_the_next_engine(made: Path, device: Fake) -> No
         assert device.alive == {}
 
 
-def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> None:
+def test_an_engine_that_failed_to_load_is_closed(made: Path, device: FakeCuda) -> None:
     device.taken = MEMORY - (260 << 20)
     with pytest.raises(EngineError, match="must fit"):
         open_session(made, EngineConfig(), Silent())
@@ -187,7 +182,7 @@ def test_an_engine_that_failed_to_load_is_closed(made: Path, device: Fake) -> No
 
 
 def test_weights_that_cannot_be_read_leave_no_memory_taken(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise PackageError("a disk must be readable")
@@ -200,46 +195,32 @@ def test_weights_that_cannot_be_read_leave_no_memory_taken(
     assert device.taken == taken
 
 
-def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: Fake) -> None:
-    device.taken = MEMORY - (260 << 20)
-    with pytest.raises(EngineError, match=r"the package must fit .*build with fewer bits"):
-        open_session(made, EngineConfig(), Silent())
-    assert "cuMemAlloc" not in device.calls
-
-
 def test_a_context_that_the_engine_was_not_built_for_is_refused(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trt, "MOST", 512)
     with pytest.raises(EngineError, match=r"attention\.\S+ must be .*set engine\.capacity to what"):
         open_session(made, EngineConfig(), Silent())
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tensorrt": "10.16.2.1"}, r"TensorRT must be 10.16.2.1, .*\(got 10.13.3.9\)"),
-        ({"capability": (11, 0)}, r"compute capability must be 11.0 \(got 9.0\)"),
-        ({"device": "Thor"}, r"the device must be Thor \(got Fake H100\)"),
-        ({"multiprocessors": 20}, r"20 multiprocessors \(got 132; a power mode"),
-        ({"kernels": "0" * 64}, r"the kernels of thor-dflash must be .* 000000000000 \(got"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_an_engine_of_another_build_or_machine_is_refused_with_advice(
-    made: Path, device: Fake, change: dict[str, Any], words: str
-) -> None:
-    rewrite(made, **change)
-    with pytest.raises(EngineError, match=f"verify: .*{words}.*; build the package here"):
+def test_an_engine_of_another_build_is_refused(made: Path, device: FakeCuda) -> None:
+    rewrite(made, tensorrt="10.16.2.1")
+    with pytest.raises(EngineError, match=r"verify: TensorRT must be 10.16.2.1"):
         open_session(made, EngineConfig(), Silent())
 
 
 def test_all_mismatches_are_reported_at_once() -> None:
     plan = describe_any()
-    with pytest.raises(EngineError) as e:
-        check(plan, replace(HERE, tensorrt="11.4.0.106", kernels="1" * 64), None)
-    for word in ("11.4.0.106", "111111111111", "the engine that the package describes (got none"):
-        assert word in str(e.value)
+    for changes, words in (
+        ({"tensorrt": "11.4.0.106", "kernels": "1" * 64}, ("11.4.0.106", "111111111111")),
+        ({"capability": (11, 0)}, ("compute capability",)),
+        ({"device": "Thor"}, ("the device",)),
+        ({"multiprocessors": 20}, ("multiprocessors",)),
+    ):
+        with pytest.raises(EngineError) as e:
+            check(plan, replace(HERE, **changes), None)
+        for word in (*words, "the engine that the package describes"):
+            assert word in str(e.value)
 
 
 def describe_any() -> EngineDescription:
@@ -258,7 +239,7 @@ def describe_any() -> EngineDescription:
 
 
 def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
-    made: Path, device: Fake
+    made: Path, device: FakeCuda
 ) -> None:
     engine = made / "verify.plan"
     engine.write_text("{")
@@ -272,7 +253,7 @@ def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
         open_session(made, EngineConfig(), Silent())
 
 
-def test_an_engine_file_is_read_in_pieces(device: Fake, tmp_path: Path) -> None:
+def test_an_engine_file_is_read_in_pieces(device: FakeCuda, tmp_path: Path) -> None:
     """TensorRT asks for what is missing until it has all that it wanted."""
     host = import_module("thor_dflash.plugins.tensorrt.host")
     path = tmp_path / "x.plan"
@@ -288,30 +269,28 @@ def test_an_engine_file_is_read_in_pieces(device: Fake, tmp_path: Path) -> None:
     "at",
     [
         "ICudaEngine.create_execution_context",  # gives None
-        "IExecutionContext.set_tensor_address",  # gives False
-        "IExecutionContext.set_optimization_profile_async",  # raise RuntimeError
-        "IExecutionContext.infer_shapes",
+        "IExecutionContext.infer_shapes",  # raises RuntimeError
     ],
 )
 def test_what_tensorrt_refuses_is_told_in_its_words(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, at: str
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     name, method = at.split(".")
 
     def fail(self: Any, *_: object) -> None:
         engine = self if name == "ICudaEngine" else self.engine
         engine.logger.log(trt.ILogger.Severity.ERROR, "no memory for it")
-        if method in ("set_optimization_profile_async", "infer_shapes"):
+        if method == "infer_shapes":
             raise RuntimeError("Error in it.")
 
     monkeypatch.setattr(vars(trt)[name], method, fail)
-    said = r"TensorRT engine \S+ must take its tensors \(got: no memory for it\)"
-    with pytest.raises(EngineError, match=said):
+    wrong = r"TensorRT engine \S+ must take its tensors \(got: no memory for it\)"
+    with pytest.raises(EngineError, match=wrong):
         open_session(made, EngineConfig(), Silent())
 
 
 def test_a_step_that_does_not_run_is_named(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trt.IExecutionContext.execute_async_v3
 
@@ -325,7 +304,7 @@ def test_a_step_that_does_not_run_is_named(
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
-    made: Path, device: Fake, monkeypatch: pytest.MonkeyPatch, graphs: bool
+    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     real, left = trt.Runtime, list[Any]()
 
@@ -341,10 +320,3 @@ def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
     with closing(open_session(made, EngineConfig(graphs=graphs), Silent())) as s:
         cycles(s, 3)
     assert left[1:] == [None]
-
-
-def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = describe_any()
-    (tmp_path / f"verify{sidecar.ENDING}").write_text(sidecar.render(plan))
-    assert sidecar.read(tmp_path, "verify") == plan
-    assert json.loads(sidecar.render(plan))["made"]["tensorrt"] == HERE.tensorrt
