@@ -302,7 +302,7 @@ BROKEN: dict[str, Callable[[Rules], Rules]] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "name"), zip(BROKEN, itertools.cycle(["sliding, full", "27b's"]), strict=False)
+    ("rule", "name"), list(zip(BROKEN, itertools.cycle(["sliding, full", "27b's"]), strict=False))
 )
 def test_a_drafter_with_another_rule_is_far_away(name: str, rule: str) -> None:
     b = bench(name)
