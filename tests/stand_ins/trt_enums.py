@@ -15,84 +15,19 @@ engine's file is empty. "shape", "extra": the parser gives an output another sha
 shows products that are not in FP4. "type": the engine's first tensor has another type."""
 
 
-class DataType(IntEnum):
-    FLOAT = 0
-    HALF = 1
-    INT8 = 2
-    INT32 = 3
-    BOOL = 4
-    UINT8 = 5
-    FP8 = 6
-    BF16 = 7
-    INT64 = 8
-    INT4 = 9
-    FP4 = 10
-
-
-class TensorFormat(IntEnum):
-    LINEAR = 0
-    CHW32 = 5
-
-
-class LayerType(IntEnum):
-    CONSTANT = 0
-    PLUGIN_V3 = 1
-    MATRIX_MULTIPLY = 2
-    IDENTITY = 3
-
-
-class NetworkDefinitionCreationFlag(IntEnum):
-    STRONGLY_TYPED = 1
-
-
-class MemoryPoolType(IntEnum):
-    WORKSPACE = 0
-
-
-class BuilderFlag(IntEnum):
-    TF32 = 7
-    DIRECT_IO = 11
-    MONITOR_MEMORY = 23
-
-
-class ProfilingVerbosity(IntEnum):
-    LAYER_NAMES_ONLY = 0
-    NONE = 1
-    DETAILED = 2
-
-
-class LayerInformationFormat(IntEnum):
-    ONELINE = 0
-    JSON = 1
-
-
-class TensorLocation(IntEnum):
-    DEVICE = 0
-    HOST = 1
-
-
-class SeekPosition(IntEnum):
-    SET = 0
-    CUR = 1
-    END = 2
-
-
-class PluginFieldType(IntEnum):
-    FLOAT16 = 0
-    FLOAT32 = 1
-    INT32 = 5
-    CHAR = 6
-
-
-class PluginCapabilityType(IntEnum):
-    CORE = 0
-    BUILD = 1
-    RUNTIME = 2
-
-
-class TensorRTPhase(IntEnum):
-    BUILD = 0
-    RUNTIME = 1
+DataType = IntEnum("DataType", "FLOAT HALF INT8 INT32 BOOL UINT8 FP8 BF16 INT64 INT4 FP4", start=0)
+TensorFormat = IntEnum("TensorFormat", {"LINEAR": 0, "CHW32": 5})
+LayerType = IntEnum("LayerType", "CONSTANT PLUGIN_V3 MATRIX_MULTIPLY IDENTITY", start=0)
+NetworkDefinitionCreationFlag = IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
+MemoryPoolType = IntEnum("MemoryPoolType", "WORKSPACE", start=0)
+BuilderFlag = IntEnum("BuilderFlag", {"TF32": 7, "DIRECT_IO": 11, "MONITOR_MEMORY": 23})
+ProfilingVerbosity = IntEnum("ProfilingVerbosity", "LAYER_NAMES_ONLY NONE DETAILED", start=0)
+LayerInformationFormat = IntEnum("LayerInformationFormat", "ONELINE JSON", start=0)
+TensorLocation = IntEnum("TensorLocation", "DEVICE HOST", start=0)
+SeekPosition = IntEnum("SeekPosition", "SET CUR END", start=0)
+PluginFieldType = IntEnum("PluginFieldType", {"FLOAT16": 0, "FLOAT32": 1, "INT32": 5, "CHAR": 6})
+PluginCapabilityType = IntEnum("PluginCapabilityType", "CORE BUILD RUNTIME", start=0)
+TensorRTPhase = IntEnum("TensorRTPhase", "BUILD RUNTIME", start=0)
 
 
 class ILogger:

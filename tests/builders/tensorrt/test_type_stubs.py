@@ -150,7 +150,9 @@ def classes() -> list[type]:
     return [
         value
         for name, value in vars(recorder).items()
-        if inspect.isclass(value) and value.__module__.startswith("trt_") and name != "Built"
+        if inspect.isclass(value)
+        and value.__module__.startswith("stand_ins.trt_")
+        and name != "Built"
     ]
 
 
