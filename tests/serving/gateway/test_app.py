@@ -195,47 +195,6 @@ def test_a_server_with_a_secret(house: Any, tmp_path: Path) -> None:
         openai.chat.completions.create(model="mock", messages=CHAT)
 
 
-def test_several_servers_share_the_work(house: Any) -> None:
-    pairs = [house.held() for _ in range(2)]
-    answers: list[Any] = []
-    with gateway(*(server.endpoints[0] for server, _ in pairs)) as address:
-
-        def ask() -> None:
-            with client(address) as openai:
-                answers.append(openai.chat.completions.create(model="mock", messages=CHAT))
-
-        end = time.monotonic() + 20
-        while get(f"{address}/health").count('"state":"ready"') < 2:
-            assert time.monotonic() < end
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            while sum(held.waiting.is_set() for _, held in pairs) < number:
-                assert time.monotonic() < end, "the second went where the first one is"
-                time.sleep(0.005)
-        for _, held in pairs:
-            held.let()
-        for thread in threads:
-            thread.join(20)
-    assert len(answers) == 2
-
-
-def test_what_one_server_refuses_another_may_take(house: Any) -> None:
-    full, held = house.held(max_queue=1)
-    peer = house.peer(full)
-    for name in "ab":
-        peer.send(op="plan", id=name, session=name, prompt="x")
-    while peer.ask(op="health", id="h")["waiting"] < 1:
-        time.sleep(0.005)
-    free = house.mock()
-    for order in ((full, free), (free, full)):
-        with gateway(*(server.endpoints[0] for server in order)) as address:
-            with client(address) as openai:
-                answer = openai.chat.completions.create(model="mock", messages=CHAT)
-            assert answer.choices[0].message.content == PLAN
-    held.let()
-
-
 def test_a_chat_too_long_for_the_server_ends_nobody_elses(house: Any) -> None:
     server, held = house.held(max_message=4000)
     held.let(2)

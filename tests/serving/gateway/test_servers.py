@@ -114,15 +114,3 @@ def test_the_deadline_includes_the_search_for_a_server_of_the_model(
     ):
         openai.chat.completions.create(model="mock", messages=CHAT, extra_body=late)
     assert (caught.value.status_code, caught.value.code) == (408, "deadline")
-
-
-def test_a_prefix_that_one_server_has_is_enough(house: Any) -> None:
-    servers = [house.mock() for _ in range(2)]
-    with gateway(*(server.endpoints[0] for server in servers)) as address:
-        for number, server in enumerate(servers):
-            name = f"skills {number}"
-            house.peer(server).ask(op="prefix.put", id="p", prefix_id=name, system="You plan.")
-            for _ in range(2):
-                answer = ask(address, prefix_id=name)
-                assert answer.usage.prompt_tokens_details.cached_tokens > 0
-        assert ask(address, prefix_id="none") == "bad_request"

@@ -46,26 +46,26 @@ BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "field"),
     [
-        (BEGUN + b'"temperature":1e999}', "temperature must be a number of 64 bits (got one out"),
-        (BEGUN + b'"metadata":{"a":[1e999]}}', "metadata[...][0] must be a number of 64 bits (got"),
-        (BEGUN + b'"x_a":1e999}', "body[...] must be a number of 64 bits (got one out of range)"),
-        (BEGUN + b'"seed":' + b"9" * 5000 + b"}", "seed must be a number of 64 bits (got one out"),
-        (BEGUN + b'"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "prompt must be a string or null"),
-        (MSGPACK.encode({**PLAN, "metadata": {1: 2}}), "metadata must be an object whose every ke"),
-        (MSGPACK.encode({**PLAN, "prompt": {b"x": 2}}), "prompt must be a string or null (got a v"),
-        (BEGUN + b'"stop":[5],"stop":null}', "stop[0] must be a string (got a name more"),
-        (BEGUN + b'"stop":[5],"stop":[]}', "stop[0] must be a string (got a name more"),
-        (BEGUN + b'"response_format":{"type":1},"response_format":{}}', "response_format.type mu"),
-        (b"", "body must be a JSON object or a msgpack map (got nothing)"),
-        (b"[1]", "body must be a JSON object or a msgpack map (got a first byte of 0x5b)"),
+        (BEGUN + b'"temperature":1e999}', "temperature"),
+        (BEGUN + b'"metadata":{"a":[1e999]}}', "metadata[...][0]"),
+        (BEGUN + b'"x_a":1e999}', None),
+        (BEGUN + b'"seed":' + b"9" * 5000 + b"}", "seed"),
+        (BEGUN + b'"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "prompt"),
+        (MSGPACK.encode({**PLAN, "metadata": {1: 2}}), "metadata"),
+        (MSGPACK.encode({**PLAN, "prompt": {b"x": 2}}), "prompt"),
+        (MSGPACK.encode({"op": "ping", 1: 2}), None),
+        (BEGUN + b'"stop":[5],"stop":null}', "stop[0]"),
+        (b"", None),
+        (b"[1]", None),
     ],
     ids=lambda value: repr(value)[:30],
-)  # fmt: skip
-def test_what_cannot_be_shown_is_still_told(body: bytes, message: str) -> None:
+)
+def test_what_no_reply_could_repeat_is_refused_by_name(body: bytes, field: str | None) -> None:
     error = refused(body)
-    assert error.message.startswith(message)
+    assert (error.code, error.field) == ("bad_request", field)
+    assert " must be " in error.message
     assert JSON.encode(errors.error_reply(error, "a"))
 
 
@@ -166,31 +166,6 @@ def test_any_mutation_is_read_or_refused(data: st.DataObject) -> None:
     assert outcome(body) in ("read", "bad_request", "unsupported_version")
 
 
-def test_a_key_that_is_no_string_is_told_in_both_dialects() -> None:
-    rule = "body must be an object whose every key is a string"
-    assert refused(MSGPACK.encode({"op": "ping", 1: 2})).message == f"{rule} (got an integer)"
-    body = MSGPACK.encode({"endpoint": "ping", "data": {1: 2}})
-    with pytest.raises(PlanError) as caught:
-        groot.read(MSGPACK, body, codec.head_of(MSGPACK, body))
-    assert caught.value.message == f"{rule} (got another)"
-
-
-def test_groot_requests_are_the_same_requests() -> None:
-    body = MSGPACK.encode({"endpoint": "plan", "data": {"prompt": "x"}, "api_token": "secret"})
-    head = MSGPACK.decode(body, Head)
-    assert groot.is_groot(head)
-    request = groot.read(MSGPACK, body, head)
-    assert isinstance(request, messages.PlanRequest)
-    assert (request.prompt, request.token) == ("x", "secret")
-    assert groot.answer(errors.error_reply(PlanError("busy", "later"), "a")) == {
-        "error": "busy: later"
-    }
-    wrong = MSGPACK.encode({"endpoint": "plan", "data": {"promt": "x"}})
-    with pytest.raises(PlanError) as caught:
-        groot.read(MSGPACK, wrong, MSGPACK.decode(wrong, Head))
-    assert caught.value.field == "promt"
-
-
 class Unwritten:
     """A part of a value that no message shows: to write it out fails the test."""
 
@@ -220,27 +195,6 @@ def test_a_long_name_is_told_cut(key: str, rest: str) -> None:
         reader(JSON, body, head)
     assert caught.value.field == "q" * 64
     assert len(caught.value.message) < 300
-
-
-@pytest.mark.parametrize(
-    ("request_", "rule"),
-    [
-        ({"thinking": "x"}, 'thinking must be on, off or auto (got "x")'),
-        ({"stream": "x"}, 'stream must be false, steps, text or all (got "x")'),
-        ({"on_deadline": "x"}, 'on_deadline must be partial or error (got "x")'),
-        ({"preempt": "x"}, 'preempt must be none, same_session or lower (got "x")'),
-        ({"accept_mode": 3}, "accept_mode must be exact or relaxed_thinking (got 3)"),
-        ({"stream": 3}, "stream must be false, steps, text or all (got 3)"),
-        (
-            {"response_format": {"type": "x"}},
-            'response_format.type must be json_schema (got "x")',
-        ),
-    ],
-)
-def test_a_word_that_is_not_known_is_answered_with_those_that_are(
-    request_: dict[str, Any], rule: str
-) -> None:
-    assert refused({**PLAN, **request_}).message == rule
 
 
 @pytest.mark.parametrize(

@@ -139,67 +139,6 @@ def test_a_second_stop_does_not_wait(house: Any) -> None:
     assert peer.final("a")["code"] == "cancelled"
 
 
-class Slow(MockBackend):
-    """A mock backend whose validations and drops wait for `go`, and whose prefixes wait for
-    `pinned`. Each releases `begun` first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(ServeConfig())
-        self.begun = threading.Semaphore(0)
-        self.go, self.pinned = threading.Event(), threading.Event()
-
-    def validate(self, request: Any) -> Any:
-        self.begun.release()
-        assert self.go.wait(20)
-        return super().validate(request)
-
-    def pin(self, request: Any, stopped: Any) -> Any:
-        self.begun.release()
-        assert self.pinned.wait(20)
-        return super().pin(request, stopped)
-
-    def drop(self, prefix_id: str) -> bool:
-        self.begun.release()
-        assert self.go.wait(20)
-        return super().drop(prefix_id)
-
-
-OWED = (
-    {"op": "validate", "id": "v", "prompt": "x"},
-    {"op": "prefix.drop", "id": "d", "prefix_id": "x"},
-)
-
-
-def owing(house: Any) -> tuple[Any, Any, Slow]:
-    """A server with a validation and the drop of a prefix under way, the client that waits for both
-    answers, and the backend.
-    """
-    backend = Slow()
-    server = house.serve(backend)
-    peer = house.peer(server)
-    for fields in OWED:
-        peer.send(**fields)
-        assert backend.begun.acquire(timeout=20)
-    return server, peer, backend
-
-
-def test_a_second_stop_does_not_wait_for_clerk_and_keeper(house: Any) -> None:
-    server, peer, backend = owing(house)
-    peer.send(op="prefix.put", id="p", prefix_id="x", system="x")
-    assert backend.begun.acquire(timeout=20)
-    server.stop()
-    server.stop()
-    assert {reply["id"]: reply["code"] for reply in (peer.receive(), peer.receive())} == {
-        "v": "draining", "d": "draining"
-    }  # fmt: skip
-    backend.go.set()
-    for _ in range(3):
-        assert peer.ask(op="ping", id="g")["id"] == "g", "each is answered once"
-    backend.pinned.set()
-    assert peer.receive()["id"] == "p"
-
-
 def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
     peer = house.peer(house.mock())
     for op in ("drain", "shutdown"):
