@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -71,12 +70,7 @@ class AsyncPlanner:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def plan(self, request: messages.PlanRequest) -> messages.Result:

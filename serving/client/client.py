@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -154,12 +153,7 @@ class RemotePlanner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- plans

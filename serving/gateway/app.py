@@ -42,7 +42,7 @@ its connection closes may lose the answer."""
 LOOK_S = 0.25
 """Interval of the checks whether the client is still connected."""
 MODEL = "thor-dflash"
-"""Model name to report where the server has not told its own."""
+"""Model name to report where that of the server is not known."""
 
 
 def listen_at(config: GatewayConfig) -> tuple[str, int]:
@@ -127,51 +127,51 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._fleet: ServerPool | None = None
+        self._pool: ServerPool | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         """Keep the connections to the servers open while the application runs."""
-        self._fleet = ServerPool(self._config)
+        self._pool = ServerPool(self._config)
         try:
             yield
         finally:
-            await self._fleet.close()
+            await self._pool.close()
 
     @property
-    def fleet(self) -> ServerPool:
+    def pool(self) -> ServerPool:
         """The servers."""
-        assert self._fleet is not None, "the application has not started"
-        return self._fleet
+        assert self._pool is not None, "the application has not started"
+        return self._pool
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        asked, body = None, RequestBody()
+        chat, body = None, RequestBody()
         try:
             if "expect" in request.headers:
                 _check_kind(request)  # the client sends its body only if this is right
             text = await body.read(request)
             _check_kind(request)
-            asked = openai_api.read(text)
-            ask, arrived = openai_api.plan_request(asked), time.monotonic()
-            if asked.model and not await self.fleet.knows(asked.model):
-                return _no_model(asked.model, {member.model for member in self.fleet.members})
+            chat = openai_api.read(text)
+            plan, arrived = openai_api.plan_request(chat), time.monotonic()
+            if chat.model and not await self.pool.knows(chat.model):
+                return self._no_model(chat.model)
             # A server that has not yet named its model may have been waited for.
-            events = self.fleet.stream(with_time_left(ask, arrived), asked.model)
+            events = self.pool.stream(with_time_left(plan, arrived), chat.model)
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
-            if asked is not None and asked.model and not self.fleet.serves(asked.model):
-                return _no_model(asked.model, {member.model for member in self.fleet.members})
-            reply = _refused(e, asked)
+            if chat is not None and chat.model and not self.pool.serves(chat.model):
+                return self._no_model(chat.model)
+            reply = _refused(e, chat)
             if not body.ended:  # else the connection would wait for the rest of it
                 reply.headers["Connection"] = "close"
             return reply
         except ClientDisconnect:
             return Response(status_code=499)
         answer = openai_api.ResponseHeader(member.model or MODEL)
-        if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
+        if chat.stream:
+            usage = chat.stream_options is not None and chat.stream_options.include_usage
             pieces = _pieces(first, events, answer, usage=usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, messages.Result), first
@@ -180,7 +180,7 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        data = [_model(name) for name in self.fleet.models()]
+        data = [_model(name) for name in self.pool.models()]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -189,23 +189,29 @@ class Gateway:
         if not name:  # the list, with a slash at its end
             return await self.models(request)
         try:
-            known = await self.fleet.knows(name)
+            known = await self.pool.knows(name)
         except PlanError as e:
             return _refused(e)
         if not known:
-            return _no_model(name, {member.model for member in self.fleet.members})
+            return self._no_model(name)
         return _json(_model(name))
+
+    def _no_model(self, name: str) -> Response:
+        known = {member.model for member in self.pool.members}
+        reply = _json(openai_api.no_model(name, known), 404)
+        reply.headers["x-should-retry"] = "false"
+        return reply
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 if at least one server is ready, else 503."""
-        found = await self.fleet.everywhere("health")
+        found = await self.pool.everywhere("health")
         ready = any(health is not None and health["ready"] for _, health in found)
         servers = {member.endpoint: health for member, health in found}
         return _json({"ready": ready, "servers": servers}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
-        found = await self.fleet.everywhere("stats")
+        found = await self.pool.everywhere("stats")
         text = metrics.render([(member.endpoint, stats) for member, stats in found])
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -213,8 +219,8 @@ class Gateway:
 async def _no_route(request: Request, e: Exception) -> Response:
     # Starlette types the parameter as Exception but passes only the registered class.
     assert isinstance(e, HTTPException), e
-    asked = visible(cut(f"{request.method} {request.url.path}"))
-    text = f"{asked} must be a route of the gateway (got: {e.detail})"
+    route = visible(cut(f"{request.method} {request.url.path}"))
+    text = f"{route} must be a route of the gateway (got: {e.detail})"
     reply = _refused(bad_request(text), status=e.status_code)
     reply.headers.update(e.headers or {})
     return reply
@@ -335,10 +341,10 @@ def _sse(value: dict[str, Any]) -> bytes:
 
 
 def _refused(
-    e: PlanError, asked: openai_api.ChatRequest | None = None, *, status: int | None = None
+    e: PlanError, chat: openai_api.ChatRequest | None = None, *, status: int | None = None
 ) -> Response:
     """Return an error as an HTTP response."""
-    reply = _json(openai_api.error(e, asked), status or openai_api.STATUS[e.code])
+    reply = _json(openai_api.error(e, chat), status or openai_api.STATUS[e.code])
     # OpenAI's clients obey this header before they look at the status; without it they retry every
     # 408 and 409, so a plan displaced by a newer one would be sent again and displace the newer.
     reply.headers["x-should-retry"] = "true" if e.retryable else "false"
@@ -350,12 +356,6 @@ def _refused(
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
-
-
-def _no_model(name: str, known: set[str]) -> Response:
-    reply = _json(openai_api.no_model(name, known), 404)
-    reply.headers["x-should-retry"] = "false"
-    return reply
 
 
 def _json(value: object, status: int = 200) -> Response:

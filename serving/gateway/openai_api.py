@@ -129,11 +129,11 @@ def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
     """Drop the null fields of a body, of its direct objects and of its messages. Schemas, where
     null has a meaning, lie deeper.
     """
-    said = {name: _given(value) for name, value in table.items() if value is not None}
-    messages: object = said.get("messages")
+    given = {name: _given(value) for name, value in table.items() if value is not None}
+    messages: object = given.get("messages")
     if isinstance(messages, list):
-        said["messages"] = [_given(message) for message in cast("list[object]", messages)]
-    return said
+        given["messages"] = [_given(message) for message in cast("list[object]", messages)]
+    return given
 
 
 def _given(value: object) -> object:
@@ -286,12 +286,12 @@ def telemetry(result: wire.Result) -> dict[str, Any]:
     return {name: table[name] for name in names}
 
 
-def error(e: PlanError, asked: ChatRequest | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's format. Fields are named as the client named them in `asked`."""
+def error(e: PlanError, chat: ChatRequest | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's format. Fields are named as the client named them in `chat`."""
     kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
     message, param = e.message, e.field
-    if param is not None and asked is not None:
-        param = _asked_as(param, asked)
+    if param is not None and chat is not None:
+        param = _field_as_sent(param, chat)
         message = message.replace(e.field or "", param, 1)
     return {"error": {"message": message, "type": kind, "param": param, "code": e.code}}
 
@@ -310,12 +310,12 @@ def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _asked_as(field: str, asked: ChatRequest) -> str:
+def _field_as_sent(field: str, chat: ChatRequest) -> str:
     if field == "json_schema":
         return "response_format.json_schema.schema"
     if field == "prompt":
         return "messages"
-    if field == "max_tokens" and asked.max_tokens is None and asked.max_completion_tokens:
+    if field == "max_tokens" and chat.max_tokens is None and chat.max_completion_tokens:
         return "max_completion_tokens"
     return field
 

@@ -56,7 +56,7 @@ class _ActivePlan:
     began: float
     """Monotonic, s."""
     member: Member | None = None
-    """The server that has the plan or is being asked to take it."""
+    """The server that has the plan or was sent it last."""
     late: bool = False
     """Whether a later plan of its session has arrived since."""
 
@@ -156,7 +156,7 @@ class ServerPool:
         return any(other.member is member for other in self._others(plan))
 
     def _rank(self, member: Member, plan: _ActivePlan) -> tuple[bool, bool, bool, int]:
-        """Return the sort key of a server for a plan; the least is asked first."""
+        """Return the sort key of a server for a plan; the least goes first."""
         prefix = plan.request.prefix_id
         return (
             # Even if not ready: only there can this plan displace an older one of its session.
@@ -168,7 +168,7 @@ class ServerPool:
         )
 
     def _check_elsewhere(self, e: PlanError, plan: _ActivePlan) -> None:
-        """Raise the error to answer with, unless another server may be asked after this refusal."""
+        """Raise the error to answer with, unless another server may be tried after this refusal."""
         if e.code not in ELSEWHERE and not _no_prefix(e):
             raise e
         if plan.late:
@@ -211,7 +211,7 @@ def check(config: GatewayConfig) -> None:
 
 
 def _options(config: GatewayConfig) -> Options:
-    # No retries: after a refusal the next server is asked instead.
+    # No retries: after a refusal the next server is tried instead.
     token = access.read_token(config.token_file)
     return Options(
         keys=config.keys,

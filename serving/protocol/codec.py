@@ -1,4 +1,4 @@
-"""Decodes requests and encodes replies, in JSON or msgpack, told apart by the first byte."""
+"""Decodes requests and encodes replies, in JSON or msgpack, distinguished by the first byte."""
 
 from __future__ import annotations
 
@@ -303,9 +303,9 @@ def _torn(body: bytes) -> PlanError | None:
     differ = (name for name, value in one.items() if name not in other or other[name] != value)
     if (name := next(differ, None)) is None:
         return None
-    told = name[:NAME]
-    text = f"{told} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
-    return bad_request(text, told)
+    field = name[:NAME]
+    text = f"{field} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
+    return bad_request(text, field)
 
 
 def _mended(body: bytes, by: bytes) -> bytes:

@@ -15,31 +15,29 @@ from thor_dflash.serving.protocol.codec import check_plain, convert
 from thor_dflash.serving.protocol.errors import bad_request
 
 METADATA_BYTES = 1 << 10
-MESSAGE = 500
-"""Maximum characters of a refusal by the floors below."""
 ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
-def check(ask: wire.PlanRequest) -> None:
+def check(request: wire.PlanRequest) -> None:
     """Refuse a request that contradicts itself or asks for something unsupported.
 
     Raises:
         PlanError: naming the field.
     """
-    if ask.prompt is None and ask.messages is None:
+    if request.prompt is None and request.messages is None:
         raise bad_request(ONE_OF_TWO + " (got neither)", "prompt")
-    check_prompt(ask)
-    check_deadline_and_session(ask)
-    if ask.stream is True:
+    check_prompt(request)
+    check_deadline_and_session(request)
+    if request.stream is True:
         raise bad_request("stream must be false, steps, text or all (got true)", "stream")
-    _greedy(ask)
-    both = ask.thinking_budget is not None and ask.thinking_token_budget is not None
+    _greedy(request)
+    both = request.thinking_budget is not None and request.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
         raise bad_request(
             f"{name} must be left out where thinking_budget is given (got both)", name
         )
-    if ask.json_schema is not None and ask.response_format is not None:
+    if request.json_schema is not None and request.response_format is not None:
         raise bad_request(
             "response_format must be left out where json_schema is given (got both)",
             "response_format",
@@ -62,55 +60,59 @@ def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:
         raise bad_request("messages must hold at least one message (got none)", "messages")
 
 
-def check_deadline_and_session(ask: wire.PlanRequest) -> None:
+def check_deadline_and_session(request: wire.PlanRequest) -> None:
     """Refuse a deadline or a session of a wrong type or value as the decoding of a request does: in
     a program's own process these two are used without it, or before it.
 
     Raises:
         PlanError: naming the field.
     """
-    given = {"deadline_ms": ask.deadline_ms, "session": ask.session}
+    given = {"deadline_ms": request.deadline_ms, "session": request.session}
     convert(given, wire.PlanRequest)
 
 
-def _greedy(ask: wire.PlanRequest) -> None:
+def _greedy(request: wire.PlanRequest) -> None:
     greedy = "as decoding is greedy"
     rules: dict[str, tuple[object, bool, str]] = {
-        "temperature": (ask.temperature, ask.temperature == 0, f"0 or left out, {greedy}"),
-        "top_p": (ask.top_p, ask.top_p == 1, f"1 or left out, {greedy}"),
-        "top_k": (ask.top_k, ask.top_k in (None, 0, 1), f"0, 1 or left out, {greedy}"),
-        "seed": (ask.seed, ask.seed is None, f"left out, {greedy}"),
-        "stop": (ask.stop, not ask.stop, "left out, as the model itself ends its answer"),
+        "temperature": (request.temperature, request.temperature == 0, f"0 or left out, {greedy}"),
+        "top_p": (request.top_p, request.top_p == 1, f"1 or left out, {greedy}"),
+        "top_k": (request.top_k, request.top_k in (None, 0, 1), f"0, 1 or left out, {greedy}"),
+        "seed": (request.seed, request.seed is None, f"left out, {greedy}"),
+        "stop": (request.stop, not request.stop, "left out, as the model itself ends its answer"),
     }
     for name, (value, fine, rule) in rules.items():
         if not fine:
             raise bad_request(f"{name} must be {rule} (got {show(value)})", name)
 
 
-def schema_of(ask: wire.PlanRequest) -> Mapping[str, Any] | None:
+def schema_of(request: wire.PlanRequest) -> Mapping[str, Any] | None:
     """Return the schema of a request, given as `json_schema` or as `response_format`."""
-    if ask.response_format is not None:
-        return ask.response_format.json_schema.schema
-    return ask.json_schema
+    if request.response_format is not None:
+        return request.response_format.json_schema.schema
+    return request.json_schema
 
 
-def check_values(ask: wire.PlanRequest) -> None:
+def check_values(request: wire.PlanRequest) -> None:
     """Refuse free-form values that are too large, too deep or not JSON. Slow for large values.
 
     Raises:
         PlanError: naming the field.
     """
-    if (schema := schema_of(ask)) is not None:
+    if (schema := schema_of(request)) is not None:
         check_plain(schema, "json_schema", MAX_BYTES)
-    if ask.metadata is not None:
-        check_plain(ask.metadata, "metadata", METADATA_BYTES)
+    if request.metadata is not None:
+        check_plain(request.metadata, "metadata", METADATA_BYTES)
 
 
-def budget_of(ask: wire.PlanRequest, config: ServeConfig) -> int:
+def budget_of(request: wire.PlanRequest, config: ServeConfig) -> int:
     """Return the most thinking tokens that a request allows, before any deadline is considered."""
-    if (ask.thinking or config.thinking) == "off":
+    if (request.thinking or config.thinking) == "off":
         return 0
-    given = ask.thinking_budget if ask.thinking_budget is not None else ask.thinking_token_budget
+    given = (
+        request.thinking_budget
+        if request.thinking_budget is not None
+        else request.thinking_token_budget
+    )
     return config.thinking_budget if given is None else given
 
 

@@ -55,7 +55,7 @@ def test_a_body_may_be_as_large_as_a_server_takes() -> None:
 def test_a_server_is_free_as_soon_as_its_answer_is_whole() -> None:
     async def asked() -> None:
         gateway, fleet = Gateway(GatewayConfig()), Fleet()
-        gateway._fleet = fleet  # type: ignore[assignment]
+        gateway._pool = fleet  # type: ignore[assignment]
         events = fleet.stream(None)
         fleet.stream = lambda *_: events  # type: ignore[method-assign,assignment]
         reply = await gateway.chat(request(msgspec.json.encode({"messages": CHAT})))
@@ -89,6 +89,6 @@ def test_a_gateway_is_healthy_while_one_of_its_servers_takes_plans(
             return list(zip(members, told, strict=True))
 
     gateway = Gateway(GatewayConfig())
-    gateway._fleet = Told()  # type: ignore[assignment]
+    gateway._pool = Told()  # type: ignore[assignment]
     reply = asyncio.run(gateway.health(request(b"")))
     assert (reply.status_code, msgspec.json.decode(reply.body)["ready"]) == (status, status == 200)
