@@ -5,7 +5,6 @@ for, or shown with a traceback.
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 from support.checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 
-from thor_dflash.calib.check import golden
 from thor_dflash.cli import main
-from thor_dflash.core.errors import CheckpointError, PackageError, RequestError
+from thor_dflash.core.errors import CheckpointError, PackageError
 from thor_dflash.package.tokenizer_files import FILES, TEMPLATE, present, tokenizer_files
 from thor_dflash.runtime.text.chat_template import Template
 
@@ -64,40 +62,6 @@ def test_a_template_that_is_no_python_is_no_template(source: str, tmp_path: Path
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(PackageError, match="chat template must be valid jinja"):
         Template.load(tmp_path)
-
-
-def test_a_damaged_golden_is_refused_whatever_is_damaged(tmp_path: Path) -> None:
-    """With status 2 of `check`: 1 says that an engine is wrong."""
-    whole = tmp_path / "whole.npz"
-    parts = {"block": np.array(16), "rounds": np.array(1), "tokens": np.arange(3)}
-    np.savez(whole, **parts, logits=np.zeros((3, 8)))
-    golden.read(whole)
-    sound = whole.read_bytes()
-    at = sound.find(b"PK\x01\x02")
-    compressed = bytearray(sound)
-    compressed[at + 10] = 97  # a method that nobody knows
-    headed = sound.replace(b"(3, 8)", b"(3, 8,")
-    (tmp_path / "a.npz").write_bytes(bytes(compressed))
-    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(tmp_path / "b.npz", "w") as new:
-        for name in old.namelist():
-            new.writestr(name, b"" if name == "tokens.npy" else old.read(name))
-    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(tmp_path / "c.npz", "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name).replace(b"(3, 8)", b"(3, 8,"))
-    assert headed != sound
-    for name in "abc":
-        with pytest.raises(RequestError, match=rf"{name}\.npz must be a golden file"):
-            golden.read(tmp_path / f"{name}.npz")
-
-
-def test_a_circular_link_is_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loop = tmp_path / "loop.json"
-    loop.symlink_to(loop)
-    line = ["profile", "--package", "p", "--tokens", str(loop), "--trace", str(tmp_path / "t.json")]
-    assert main.main(line) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_names_of_skipped_tensors_do_not_rule_the_terminal(

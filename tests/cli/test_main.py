@@ -273,12 +273,6 @@ def test_json_is_nothing_where_it_fails(
     assert line(capsys) == "a b\n"
 
 
-def test_a_bug_shows_itself(session: Session) -> None:
-    session.fault = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
-        generate("--prompt", "hi")
-
-
 # --- what is refused
 
 

@@ -142,25 +142,6 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     assert (tmp_path / "weights").read_bytes() == b""
 
 
-@pytest.mark.parametrize(
-    ("line", "ending"),
-    [
-        ("profile --package p --prompt a --json --trace {}", ".json"),
-        ("score --package p --tokens t --out {}", ".npz"),
-    ],
-)
-def test_a_file_is_not_written_over_what_is_printed_into_it(
-    line: str, ending: str, tmp_path: Path
-) -> None:
-    out = tmp_path / f"x{ending}"
-    words, option = line.format(quote(str(out))), line.split()[-2]
-    for stdout, same in ((quote(str(out)), True), ("/dev/null", False)):
-        done = shell(f"{python(MAIN)} {words} > {stdout}")
-        assert done.returncode == 2
-        assert (f"{option} must be another file than that of stdout" in done.stderr) is same
-    assert out.read_bytes() == b""
-
-
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
     """A shell script starts its background commands so: Ctrl-C is for the one in front."""

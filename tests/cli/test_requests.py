@@ -111,11 +111,3 @@ def test_accepting_near_misses_in_no_thinking_is_refused(
     file.write_text('[decode]\naccept = "relaxed"\n')
     assert main.main([*line, "-c", str(file), off]) == 2
     assert expected not in capsys.readouterr().err, "the file is for other answers, too"
-
-
-def test_near_misses_are_accepted_in_the_thinking_that_a_budget_grants(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    line = ["generate", "--package", str(tmp_path / "none"), "--prompt", "a", "--accept", "relaxed"]
-    assert main.main([*line, "--reasoning-effort", "none", "--thinking-budget", "20"]) == 2
-    assert "must be a package directory" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from thor_dflash.cli import main
 from thor_dflash.core import progress
-from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose, print_line
+from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,7 @@ def test_a_task_that_fails_is_not_done() -> None:
     assert out.getvalue() == "rows\n"
 
 
-@pytest.mark.parametrize("kind", [Lines, Bars])
-def test_what_cannot_be_written_ends_no_work(kind: type[Lines | Bars]) -> None:
+def test_what_cannot_be_written_ends_no_work() -> None:
     class Gone(io.StringIO):
         def write(self, text: str, /) -> int:
             raise OSError(5, "Input/output error")
@@ -67,7 +66,7 @@ def test_what_cannot_be_written_ends_no_work(kind: type[Lines | Bars]) -> None:
         def flush(self) -> None:
             raise OSError(5, "Input/output error")
 
-    report = kind(Gone())
+    report = Lines(Gone())
     with report.task("rows", 2) as task:
         task.advance(1)
     report.close()
@@ -146,31 +145,10 @@ def test_a_command_ends_its_report_and_makes_none_beside_json(
         (999, "bytes", "999 B"),
         (1000, "bytes", "1.0 kB"),
         (14_500_000_000, "bytes", "14.5 GB"),
-        (10**13, "bytes", "10000.0 GB"),
         (12345, "tokens", "12,345 tokens"),
-        (3, "", "3"),
         (1, "runs", "1 run"),
         (1, "s", "1 s"),
     ],
 )
 def test_amounts(n: int, unit: str, text: str) -> None:
     assert amount(n, unit) == text
-
-
-class Interrupted(io.StringIO):
-    """A stream in which Ctrl-C comes after its first text is written."""
-
-    def write(self, text: str) -> int:
-        first = not self.getvalue()
-        super().write(text)
-        if first:
-            raise KeyboardInterrupt
-        return len(text)
-
-
-def test_a_line_that_is_interrupted_stays_a_line() -> None:
-    stream = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        print_line(stream, "examining")
-    print_line(stream, "interrupted")
-    assert stream.getvalue() == "examining\ninterrupted\n"

@@ -78,9 +78,3 @@ def test_a_text_keeps_the_unprintable_characters_that_are_its_layout() -> None:
     for text in ("赤い\u3000カップ", "می\u200cخواهم", "👨\u200d🔧", "10\u00a0cm"):
         assert visible(text) == text
     assert visible("\u202egnp.exe\u2028") == "\\u202egnp.exe\\u2028"  # direction, line separator
-
-
-def test_a_text_that_is_visible_already_is_not_made_again() -> None:
-    """The server's I/O thread would spend a tenth of a second on a prompt of a megabyte."""
-    text = "Put the cup on the tray. " * 9
-    assert visible(text) is text

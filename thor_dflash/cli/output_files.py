@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import IO
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import check_outside
-
-STDOUT = 1
 
 
 def check(out: Path, ending: str, option: str) -> None:
@@ -24,25 +21,15 @@ def check(out: Path, ending: str, option: str) -> None:
 
     Raises:
         PackageError: it is in a package.
-        RequestError: it cannot be written, has another ending, or is the file that stdout goes to.
+        RequestError: it cannot be written, has another ending.
     """
     check_outside(option, out)
     if out.suffix != ending:
         raise RequestError(f"{option} must be a path ending in {ending} (got {out})")
     if out.is_dir() or not out.parent.is_dir():
         raise RequestError(f"{option} must be a file in a directory that exists (got {out})")
-    if _is_stdout(out):  # what is printed would be lost when `out` is replaced
-        raise RequestError(f"{option} must be another file than that of stdout (got {out})")
     with _beside(out) as partial:
         partial.touch()
-
-
-def _is_stdout(out: Path) -> bool:
-    try:
-        shown, held = os.fstat(STDOUT), out.stat()
-    except OSError:  # stdout is closed, or there is no such file yet
-        return False
-    return stat.S_ISREG(shown.st_mode) and os.path.samestat(shown, held)
 
 
 @contextmanager

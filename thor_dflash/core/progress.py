@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, Protocol, Self, TextIO, cast
+from typing import Literal, Protocol, Self, TextIO
 
 INTERVAL = 2.0
 """Minimum time between two plain lines of one task, s."""
@@ -114,28 +114,6 @@ class Lines:
         """See Progress."""
 
 
-class _WriteErrorsIgnored:
-    """A terminal stream that ignores write errors, because a process may outlive its terminal (see
-    `print_line`).
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.encoding = stream.encoding
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        return True
-
-
 class Bars:
     """Bars on a terminal. They vanish when their task ends, so the scroll-back stays clean."""
 
@@ -150,7 +128,7 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
-            console=Console(file=cast("TextIO", _WriteErrorsIgnored(stream))),
+            console=Console(file=stream),
             transient=True,
             # rich would send to the terminal what is written to stdout while a bar shows, even if
             # stdout is a file. Nothing is written there before the bars have gone.

@@ -15,9 +15,8 @@ from support.samples import MANIFEST
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.model_card import make_card
 from thor_dflash.cli import main
-from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig, CardConfig
+from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.core.model_dims import MIN_CONVERSATION
@@ -163,11 +162,6 @@ def test_the_shortest_context_and_the_default_one() -> None:
     assert make_plan(whole, None, BuildConfig(capacity=BLOCK + MIN_CONVERSATION)).capacity == 18
     longer = replace(whole, dims=replace(whole.dims, max_position=2 * CAPACITY))
     assert make_plan(longer, None, BuildConfig()).capacity == CAPACITY
-
-
-def test_the_card_is_the_model_s_however_short_the_context() -> None:
-    made = builder.describe(make_plan(read_target(NANO), None, BuildConfig(capacity=128)))
-    assert made.card == make_card(CardConfig(), LONGEST)
 
 
 def test_prefill_steps_are_of_sizes_that_the_model_has_and_of_each_once() -> None:

@@ -17,9 +17,6 @@ from support.http_gateway import JSON
 from support.waiting import until
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands import gateway as verb
-from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.serving.gateway.app import listen_at
 
 
 @pytest.mark.parametrize(
@@ -66,17 +63,6 @@ def running(
             yield child, line.split()[-1]
         finally:
             child.kill()  # a test that failed must not wait for it
-
-
-@pytest.mark.parametrize(
-    ("listen", "url"),
-    [
-        ("localhost:1", "http://localhost:1/v1"),
-        ("[::1]:1", "http://[::1]:1/v1"),
-    ],
-)
-def test_where_it_listens_is_a_url(listen: str, url: str) -> None:
-    assert verb._url(*listen_at(GatewayConfig(listen=listen))) == url
 
 
 def test_the_command_listens_where_it_reports() -> None:

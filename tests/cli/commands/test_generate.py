@@ -12,28 +12,11 @@ from support import constrained_model
 from support.loop_models import prompt, session
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands.generate import _read, _stream
+from thor_dflash.cli.commands.generate import _stream
 from thor_dflash.core import progress
 from thor_dflash.core.progress import ProgressTask, Silent, _Counter
 from thor_dflash.runtime.decoding.loop import TokenChunk
 from thor_dflash.runtime.text.tokenizer import Answer
-
-
-@pytest.mark.parametrize(("length", "expected"), [(33, False), (100, True)])
-def test_progress_is_shown_for_a_prompt_of_several_prefill_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, expected: bool
-) -> None:
-    package = str(session().model.engine.package)  # type: ignore[attr-defined]
-    (tmp_path / "t.json").write_text(json.dumps(prompt(length)))
-    line = ["generate", "--package", package, "--tokens", str(tmp_path / "t.json")]
-    line += ["--max-tokens", "20", "-s", "engine.threads=1", "--ignore-eos"]
-    assert main.main(line) == 0
-    out, err = capsys.readouterr()
-    assert (f"reading the prompt {length} tokens\n" in err) is expected
-    assert len(out.split()) == 20
-    assert main.main([*line, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert (len(json.loads(out)["tokens"]), err) == (20, "")
 
 
 class Recorder(Silent):
@@ -63,12 +46,6 @@ def test_an_answer_that_is_not_printed_while_it_comes_is_progress(
     assert main.main(line) == 0
     assert expected.done.get("answering") == (20 if form else None)
     assert ("reading the prompt" in expected.done) is (length > 50)
-
-
-def test_an_empty_answer_to_a_long_prompt_still_gives_its_last_chunk() -> None:
-    last = TokenChunk((), "stop", prompt_done=96)
-    chunks = [TokenChunk((), prompt_done=32), TokenChunk((), prompt_done=64), last]
-    assert list(_read(iter(chunks), 97, Silent())) == [last]
 
 
 def test_an_answer_that_ends_inside_a_character_shows_a_replacement_character(

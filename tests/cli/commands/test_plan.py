@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from thor_dflash.cli import main, parser
 from thor_dflash.cli.commands import plan
@@ -21,13 +18,12 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Bars, Lines
-from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import Options, PlanError, client
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
-from thor_dflash.serving.protocol.messages import PlanRequest, Result
+from thor_dflash.serving.protocol.messages import PlanRequest
 
 
 def run_plan(*args: str) -> None:
@@ -112,30 +108,6 @@ def test_a_plan_is_on_stdout_whatever_shows_the_progress(house: Any, monkeypatch
     plan.run(parser.parser().parse_args(words), Config(), Bars(err))
     assert out.getvalue().strip() == PLAN
     assert PLAN[:8] not in err.getvalue()
-
-
-def test_the_last_line_reports_how_a_plan_ended() -> None:
-    usage = Usage(thinking_tokens=3, output_tokens=5)
-    bare = Result(finish_reason="length", usage=usage)
-    assert plan._summary(bare) == "3 thinking and 5 answer tokens, plan not valid, ended by length"
-    timed = structs.replace(
-        bare, finish_reason="stop", plan_valid=True, timings=Timings(e2e_ms=1500.0),
-        spec=Speculation(accept_len=2.5),
-    )  # fmt: skip
-    assert plan._summary(timed) == (
-        "3 thinking and 5 answer tokens, 1.50 s, 2.50 tokens a cycle, plan valid, ended by stop"
-    )
-
-
-def test_the_wait_is_over_before_the_first_word(house: Any, capsys: Any) -> None:
-    before: list[str] = []
-    waiting = ExitStack()
-    waiting.callback(lambda: before.append(capsys.readouterr().out))
-    progress: Any = SimpleNamespace(task=lambda label: waiting)
-    args = ["plan", "Bring it.", "--server", house.mock().endpoints[0]]
-    plan.run(parser.parser().parse_args(args), Config(), progress)
-    assert before == [""]
-    assert PLAN in capsys.readouterr().out
 
 
 def mock_pieces() -> list[str]:

@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import os
-import time
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import profile as profile_verb
 from thor_dflash.config.build import BuildConfig
-from thor_dflash.core.progress import ProgressTask, Silent
+from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.doctor import jetson
 from thor_dflash.runtime.doctor.facts import Finding
@@ -302,26 +300,3 @@ def test_what_is_no_profile_is_refused(
     before.write_text(json.dumps(table))
     assert profile(root, "--compare", str(before)) == 2
     assert f"{before}.times must hold tok_s (got ttft_ms, " in capsys.readouterr().err
-
-
-def test_a_soak_is_reported_to_its_end_and_not_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, expected = [0.0], list[int]()
-
-    def answer(*_: object) -> str:
-        now[0] += 2.5
-        return "an answer"
-
-    class Told(Silent):
-        def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
-            assert (total, unit) == (4, "s")
-            task = super().task(label)
-            task.advance = expected.append  # type: ignore[method-assign]
-            return task
-
-    monkeypatch.setattr(profile_verb, "_answer", answer)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    args = Namespace(warmup=0, soak=4, runs=None)
-    taken: list[profile_verb.Taken] = []
-    profile_verb._runs(None, None, args, Told(), taken)  # type: ignore[arg-type]
-    assert [times for _, times in taken] == [(0.0, 2.5), (2.5, 5.0)]
-    assert expected == [2, 2]

@@ -149,13 +149,6 @@ def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> Non
     assert drawn.endswith("1 to 4:  |█▄▁ |"), "one of a thousand is seen"
 
 
-def test_without_a_read_rate_no_share_of_it_is_shown() -> None:
-    assert FOUND.inside
-    small = replace(FOUND, inside=replace(FOUND.inside, read_rate=0.0))
-    assert "read rate" not in table(small)
-    assert len(list(drawings(page(small))[3].iter("line"))) == 0
-
-
 SOAK = (
     Stretch(0.0, 50.0, 40, 10.0, 130.0, {"VDD_CPU_SOC_MSS": 7.5, "VIN": 60.0}, 50.0),
     Stretch(50.5, 100.0, 41, 12.5, 100.0, {"VDD_CPU_SOC_MSS": 6.0, "VIN": 45.0}, 75.0),
@@ -173,14 +166,6 @@ def test_a_soak_is_a_line_for_each_stretch() -> None:
     ]
     assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns are aligned
     assert "over time" not in table(FOUND)
-
-
-def test_a_soak_without_sensors_shows_cycles_alone() -> None:
-    bare = tuple(replace(s, watts={}, hottest_c=None) for s in SOAK)
-    lines = table(replace(FOUND, soak=bare)).splitlines()
-    (titles,) = (line for line in lines if line.startswith("over time"))
-    assert titles.split() == "over time runs cycle, ms tokens/s".split()
-    assert len(drawings(page(replace(FOUND, soak=bare)))) == len(drawings(page(FOUND))) + 1
 
 
 def test_a_soak_is_drawn_number_by_number() -> None:
@@ -209,17 +194,6 @@ def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
     assert "<td>50.0</td>" in text
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0, "0"), (7.25, "7.25"), (123.456, "123.5"), (999.96, "1000"), (13_012.0, "13012"),
-     (103_284.95, "103285")],
-)  # fmt: skip
-def test_numbers_beside_a_drawing_are_written_short(value: float, shown: str) -> None:
-    times = {**FOUND.times, "e2e_ms": spread([value])}
-    runs = drawings(page(replace(FOUND, times=times)))[0]
-    assert [text.text for text in runs.iter("text")] == ["0", shown if value else "1"]
-
-
 def test_a_page_beside_an_earlier_one_shows_what_became_of_its_medians() -> None:
     before = replace(FOUND, times={name: spread([22.0]) for name in TITLES})
     text = page(FOUND, before)
@@ -227,17 +201,6 @@ def test_a_page_beside_an_earlier_one_shows_what_became_of_its_medians() -> None
     assert "<th>before</th>" in text
     assert "x of" not in page(FOUND)
     assert "<th>before</th>" not in page(FOUND)
-
-
-def test_a_page_shows_in_which_power_mode_it_was() -> None:
-    subject = replace(FOUND.subject, machine={"power mode": "MAXN"})
-    assert "<td>power mode</td><td>MAXN</td>" in page(replace(FOUND, subject=subject))
-
-
-def test_stretches_of_a_soak_need_not_have_as_many_runs() -> None:
-    assert "40 or 41 runs a bar." in page(replace(FOUND, soak=SOAK))
-    even = tuple(replace(s, runs=40) for s in SOAK)
-    assert "40 runs a bar." in page(replace(FOUND, soak=even))
 
 
 def test_the_last_step_of_a_dead_end_is_not_drawn_as_the_prompt() -> None:

@@ -33,14 +33,13 @@ from thor_dflash.cli.commands import doctor
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
-from thor_dflash.package import manifest
 from thor_dflash.package.manifest import FileEntry, Manifest, TensorTotals
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.examine import DoctorReport, examine
 from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Finding, Nvrtc, TensorRT
 from thor_dflash.runtime.doctor.package import fits
 from thor_dflash.runtime.doctor.package import plan as package_plan
-from thor_dflash.runtime.engines.memory_estimate import needs, per_token
+from thor_dflash.runtime.engines.memory_estimate import needs
 from thor_dflash.runtime.session import open_session
 
 
@@ -218,13 +217,6 @@ def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> 
     assert "device 1" in fitting(THOR, BIG, device=1)["engine cuda"].text
 
 
-def test_the_byte_table_of_the_27b_is_that_of_its_shapes() -> None:
-    found = needs(BIG, 8192)
-    assert per_token(BIG) == 16 * 2 * 4 * 256 + 2 * 8 * 128 * 2
-    assert found["state"] > 48 * 48 * 128 * 128 * 4
-    assert found["cache"] == 16 * 2 * 4 * 256 * (-(-(8192 - 16 + 512) // 128) * 128)
-
-
 @pytest.mark.parametrize("saves", ["records", "states"])
 def test_the_byte_table_is_what_an_engine_makes(saves: str) -> None:
     model = session(saves=saves).model
@@ -327,16 +319,6 @@ def test_what_a_package_needs_is_wrong_where_it_is_missing(tmp_path: Path) -> No
     bare = replace(LAPTOP, versions={})
     assert off(examined(bare))["extra ort"] == "warn"
     assert off(examined(bare, tmp_path))["extra ort"] == "wrong"
-
-
-@pytest.mark.parametrize("free", [-1, 1])
-def test_too_little_disk_is_wrong_for_a_package_with_kernels(tmp_path: Path, free: int) -> None:
-    for engine, state in (("ort", "warn"), ("cuda", "wrong"), ("tensorrt", "wrong")):
-        made = replace(package(tmp_path, a=b"1"), engine=engine)
-        (tmp_path / manifest.NAME).write_text(manifest.render(made))
-        report = examined(replace(THOR, free=free), tmp_path)
-        assert found(report, "package").state == "ok"
-        assert found(report, "cubins").state == state
 
 
 def test_a_driver_that_a_package_has_no_use_for_is_not_wrong(tmp_path: Path) -> None:

@@ -159,13 +159,6 @@ def test_the_clock_of_the_compute_units_is_the_gpus() -> None:
     assert gpu.text == "1575 MHz of 1575, held", "that of the video units beside it is another"
 
 
-@pytest.mark.parametrize(("share", "state"), [(0.79, "warn"), (0.81, "ok")])
-def test_a_board_may_offer_a_little_less_than_what_is_available(share: float, state: str) -> None:
-    free = round(share * jetson.available(THOR))
-    machine = having(THOR, replace(THOR.gpu.devices[0], free=free))
-    assert next(jetson.memory(machine, machine.gpu)).state == state
-
-
 # ---- memory of a package
 
 
@@ -206,12 +199,6 @@ def test_a_package_may_take_every_byte_there_is_and_no_more() -> None:
     lacking = memory_finding(total - 1, 2048)
     assert lacking.state == "wrong"
     assert lacking.remedy == f"--set engine.capacity={shorter(PACKAGE, 2048, 1)}"
-
-
-def test_narrower_steps_take_less_and_steps_that_there_are_not_as_much_as_the_package_s() -> None:
-    total = sum(needs(PACKAGE, 2048, 4).values()) + RESERVE
-    assert memory_finding(total, 2048, 4).state == "ok"
-    assert {memory_finding(total, 2048, block).state for block in (0, 5)} == {"wrong"}
 
 
 @pytest.mark.parametrize("free", [-1, 1])
