@@ -1,5 +1,5 @@
-"""Compiles kernels for the emulator: g++ makes a library of a room's CUDA source and the machine in
-tests/emulator. Compiled files are kept, for all processes and checkouts.
+"""Compiles kernels for the emulator: g++ makes a library of an operator's CUDA source and the
+machine in tests/emulator. Compiled files are kept, for all processes and checkouts.
 """
 
 from __future__ import annotations

@@ -13,20 +13,20 @@ DEVICE void tell(saddr, u32 x) {
 #define barrier_arrive_received tell
 #include "linear/prefill.cu"
 
-constexpr int TOLD = 128, BARRIER = TOLD + STAGE_BYTES;
+constexpr int FIRST = 128, BARRIER = FIRST + STAGE_BYTES;
 
-KERNEL void released(const u32* stage, u32* told) {
+KERNEL void released(const u32* stage, u32* seen) {
     DYNAMIC_SHARED(memory);
     const saddr at = shared_address(memory);
-    u32* const words = reinterpret_cast<u32*>(memory + TOLD);
+    u32* const words = reinterpret_cast<u32*>(memory + FIRST);
     for (int i = threadIdx.x; i < STAGE_BYTES / 4; i += 32) words[i] = stage[i];
     if (threadIdx.x == 0) barrier_init(at + BARRIER, 1), barrier_init_done();
     sync_block();
     if (threadIdx.x == 0) barrier_arrive(at + BARRIER);
     const Params params = {};
-    const PipelineState state = {at + TOLD, at + BARRIER, 0, 0, 0};
+    const PipelineState state = {at + FIRST, at + BARRIER, 0, 0, 0};
     Consumer consumer = {params, state, {}, 1, ROWS_BYTES, 0, SCALE_EXPONENT};
     Sums<TILE_ROWS / 16> sums = {};
     multiply<NVFP4>(sums, 1, consumer);
-    told[threadIdx.x] = reinterpret_cast<u32*>(memory)[threadIdx.x];
+    seen[threadIdx.x] = reinterpret_cast<u32*>(memory)[threadIdx.x];
 }

@@ -230,7 +230,7 @@ class Emulator:
 
 
 def _address(given: Buffer | None) -> int:
-    """What a kernel is told. A buffer at a low address may be told to begin before address 0: then
+    """The address that a kernel gets. A buffer at a low address may begin before address 0: then
     the sum with an offset wraps around, as 64 bits do.
     """
-    return 0 if given is None else (given.data.ctypes.data + given.told) % 2**64
+    return 0 if given is None else (given.data.ctypes.data + given.offset) % 2**64

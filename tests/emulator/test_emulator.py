@@ -251,7 +251,7 @@ def test_threads_that_access_different_bytes_of_a_word_do_not_race(seed: int) ->
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_misused_collectives_are_told(kernel: str, threads: int, message: str, seed: int) -> None:
+def test_misused_collectives_are_faults(kernel: str, threads: int, message: str, seed: int) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe(kernel, [np.zeros(64, np.uint32)], threads=threads, seed=seed)
 
@@ -259,7 +259,7 @@ def test_misused_collectives_are_told(kernel: str, threads: int, message: str, s
 @pytest.mark.parametrize(
     ("seed", "message"), [(0, "no thread can go on"), (1, "this one's end may be missed")]
 )
-def test_a_phase_whose_end_may_be_missed_is_told(seed: int, message: str) -> None:
+def test_a_phase_whose_end_may_be_missed_is_reported(seed: int, message: str) -> None:
     with pytest.raises(EmulatorFault, match=message):
         probe("wrong_two_phases", [np.zeros(64, np.uint32)], threads=64, seed=seed)
 
@@ -317,7 +317,7 @@ def test_a_copy_not_waited_for_is_not_there(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("engine", [0, 1])
-def test_a_copy_over_words_not_yet_received_is_told(engine: int, seed: int) -> None:
+def test_a_copy_over_words_not_yet_received_is_reported(engine: int, seed: int) -> None:
     x, out = floats(128), np.zeros(64, np.float32)
     probe("wrong_refill", [x, out], engine, 1, 0, threads=64, shared=256, seed=seed)
     np.testing.assert_array_equal(out, x[:64] + x[64:])
@@ -328,7 +328,7 @@ def test_a_copy_over_words_not_yet_received_is_told(engine: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_copy_over_words_stored_without_a_fence_is_told(seed: int) -> None:
+def test_a_copy_over_words_stored_without_a_fence_is_reported(seed: int) -> None:
     x, out = floats(64), np.zeros(64, np.float32)
     probe("wrong_cleared", [x, out], 1, threads=64, shared=256, seed=seed)
     np.testing.assert_array_equal(out, x)
@@ -354,12 +354,12 @@ def test_bytes_may_be_announced_before_a_phases_last_arrival(seed: int) -> None:
 
 
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])
-def test_a_read_outside_every_buffer_is_told(where: int) -> None:
+def test_a_read_outside_every_buffer_is_reported(where: int) -> None:
     with pytest.raises(EmulatorFault, match="in no buffer"):
         probe("wrong_index", [words(32), np.zeros(32, np.uint32)], where)
 
 
-def test_a_write_to_an_input_is_told() -> None:
+def test_a_write_to_an_input_is_reported() -> None:
     probe("wrong_write", [words(32), words(32)], 0)
     with pytest.raises(EmulatorFault, match="a write to an input"):
         probe("wrong_write", [words(32), words(32)], 0, writable=False)

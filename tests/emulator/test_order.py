@@ -29,7 +29,7 @@ def probe(kernel: str, *numbers: int, reads: bool = True, early: bool = False) -
 
 
 @pytest.mark.parametrize("valid", [0, 1])
-def test_a_copy_that_outlives_its_thread_is_told(valid: int) -> None:
+def test_a_copy_that_outlives_its_thread_is_reported(valid: int) -> None:
     probe("wrong_end", -1, valid)
     with pytest.raises(EmulatorFault, match="the thread ended without waiting"):
         probe("wrong_end", 31, valid)

@@ -51,7 +51,7 @@ FIRST, LAST = 2_000, 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Forced:
     """Forces the ids of an answer, block by block."""
 
     answer: list[int]
@@ -59,7 +59,7 @@ class Told:
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         at = len(progress.tokens)
-        return block.forcing(self.answer[at : at + block.cap], "told")
+        return block.forcing(self.answer[at : at + block.cap], "forced")
 
     def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """See Policy."""
@@ -134,7 +134,7 @@ def cycle(
     """The times of one kind of cycle, ms; without a grammar in the request, without a schema."""
     found: dict[str, list[float]] = {}
     for i in range(WARM + RUNS):
-        policies: list[Policy] = [Told(answer)]
+        policies: list[Policy] = [Forced(answer)]
         if request.grammar is not None:
             policies.append(constrain := Timed(request.grammar, Place(thinking=False)))
         for _ in session.run(request, proposer, tuple(policies)):

@@ -98,11 +98,11 @@ def test_logits_are_as_near_to_float32_as_their_definition(
 ) -> None:
     """Teacher-forced on planner-nano's own answers."""
     asked = [request(session, index) for index in range(0, len(tasks()), 12)]
-    told = [[*a.prompt, *answer(session, a, DflashDrafter())] for a in asked]
+    answered = [[*a.prompt, *answer(session, a, DflashDrafter())] for a in asked]
     exact = package(tmp_path / "nano", engine="ort", activations="f32")
     with closing(open_session(exact, EngineConfig(), Silent())) as opened:
         logits = [
-            np.concatenate([score(s, tokens, False, Silent())["logits"] for tokens in told])
+            np.concatenate([score(s, tokens, False, Silent())["logits"] for tokens in answered])
             for s in (session, reference, opened)
         ]
     hold_as_near("logits", *logits)

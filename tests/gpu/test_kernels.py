@@ -1,4 +1,4 @@
-"""Every room's kernels on the GPU against the reference, on the same cases as on the emulator."""
+"""Every operator's kernels on the GPU against the reference, on the emulator's cases."""
 
 from __future__ import annotations
 

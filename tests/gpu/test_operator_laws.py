@@ -1,5 +1,5 @@
-"""Laws of the rooms' kernels on the GPU: results do not depend on other rows or on the run, weights
-are decoded exactly, sizes may be extreme.
+"""Laws of the operators' kernels on the GPU: results do not depend on other rows or on the run,
+weights are decoded exactly, sizes may be extreme.
 """
 
 from __future__ import annotations

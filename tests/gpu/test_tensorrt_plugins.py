@@ -1,5 +1,5 @@
-"""Every room's TensorRT plugin on the GPU, with a stand-in of TensorRT: `enqueue`, run directly and
-from a captured graph, gives the same bits as the room's launches.
+"""Every operator's TensorRT plugin on the GPU, with a stand-in of TensorRT: `enqueue`, run
+directly and from a captured graph, gives the same bits as the operator's launches.
 """
 
 from __future__ import annotations

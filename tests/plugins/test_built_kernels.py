@@ -1,4 +1,4 @@
-"""The kernels of a cycle of the 27B as a package uses them: fused, unlike in the rooms' cases."""
+"""The kernels of a cycle of the 27B as a package uses them: fused, unlike in cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that all rooms share: their kernels, on a CPU, against their references."""
+"""Tests that all operators share: their kernels, on a CPU, against their references."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ from thor_dflash.plugins.launch import (
 )
 from thor_dflash.plugins.registry import ROOT
 
-ROOMS = [op for op in OPS if rule(op) is not None]
-every_room = pytest.mark.parametrize("op", ROOMS, ids=lambda op: op.name)
+OPERATORS = [op for op in OPS if rule(op) is not None]
+every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 DEVICES = {"thor": THOR, "h100": H100}
 WITHOUT_PART = ("more_mixed_16_of_640", "more_segments_16", "more_bfloat16_16_rows")
@@ -76,13 +76,13 @@ def taken(op: Op) -> list[str]:
     return [name for name, _ in taken_of(op)]
 
 
-every_case = cases_by_operator(ROOMS, taken)
+every_case = cases_by_operator(OPERATORS, taken)
 
 
 @cache
-def forward(room: str, name: str) -> tuple[Call, dict[str, Array]]:
+def forward(operator: str, name: str) -> tuple[Call, dict[str, Array]]:
     """The call and outputs of a case, run once for all tests that need it."""
-    (op,) = (op for op in OPS if op.name == room)
+    (op,) = (op for op in OPS if op.name == operator)
     call = call_of(op, cases_of(op)[name])
     got = launch(call, Emulator(FORWARD), THOR)
     for x in got.values():
@@ -106,7 +106,7 @@ def test_kernels_equal_the_reference(op: Op, name: str) -> None:
 
 @emulated
 @pytest.mark.emulator
-@every_room
+@every_operator
 def test_any_warp_may_be_late(op: Op) -> None:
     """None may miss the end of a barrier's phase, or give other bits, if all others run first. With
     one multiprocessor, each block has most to do.
@@ -145,7 +145,7 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
     np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
 
 
-@every_room
+@every_operator
 def test_enough_cases_are_taken_and_refusals_name_the_rule(op: Op) -> None:
     assert len(taken(op)) >= 5
     for name in cases_of(op).keys() - set(taken(op)):
@@ -155,7 +155,7 @@ def test_enough_cases_are_taken_and_refusals_name_the_rule(op: Op) -> None:
 
 
 @emulated
-@cases_by_operator(ROOMS, lambda op: [name for name in prefixes(op) if name in taken(op)])
+@cases_by_operator(OPERATORS, lambda op: [name for name in prefixes(op) if name in taken(op)])
 def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
     case = in_kernel_types(op, cases_of(op)[name])
     call, got = forward(op.name, name)
@@ -168,7 +168,7 @@ def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
 
 
 @emulated
-@cases_by_operator([op for op in ROOMS if op.name in ("linear", "head")], taken)
+@cases_by_operator([op for op in OPERATORS if op.name in ("linear", "head")], taken)
 def test_a_row_does_not_depend_on_its_place_or_its_neighbours(op: Op, name: str) -> None:
     case = in_kernel_types(op, cases_of(op)[name])
     call, got = forward(op.name, name)
@@ -189,8 +189,8 @@ def sites(op: Op) -> Iterator[tuple[str, CallSite]]:
 
 
 @cache
-def launches(room: str) -> tuple[tuple[str, Launch], ...]:
-    (op,) = (op for op in OPS if op.name == room)
+def launches(operator: str) -> tuple[tuple[str, Launch], ...]:
+    (op,) = (op for op in OPS if op.name == operator)
     return tuple(
         (f"{name} on {where}", one)
         for name, site in sites(op)
@@ -214,7 +214,7 @@ def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() ->
     assert gdn + product + 2 * DRIVERS <= whole < 2 * (gdn + DRIVERS)
 
 
-@every_room
+@every_operator
 def test_every_launch_may_begin_before_the_previous_one_has_ended(op: Op) -> None:
     assert all(one.overlap for _, one in launches(op.name))
 
@@ -225,7 +225,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@every_room
+@every_operator
 def test_the_geometry_of_every_launch_is_legal(op: Op) -> None:
     for name, one in launches(op.name):
         x, y, z = one.grid
@@ -247,7 +247,7 @@ def test_the_geometry_of_every_launch_is_legal(op: Op) -> None:
 
 
 @emulated
-@every_room
+@every_operator
 def test_arguments_are_those_of_the_kernel(op: Op) -> None:
     seen = set()
     for name, one in launches(op.name):
@@ -261,7 +261,7 @@ def test_arguments_are_those_of_the_kernel(op: Op) -> None:
         assert kinds == known[one.kernel], f"{one.kernel}, {name}"
 
 
-@every_room
+@every_operator
 def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
     for _, site in sites(op):
         for device in DEVICES.values():
@@ -317,7 +317,7 @@ def check_compiled(source: Path, defines: Defines, kernels: Mapping[str, int], a
         assert not found.spilled, f"{source.name} {defines} {kernel}: {found}"
 
 
-@every_room
+@every_operator
 def test_every_kernel_compiles_for_a_thor(op: Op) -> None:
     """With the constants of one call of the full model, or of a case where it has none."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
@@ -328,7 +328,7 @@ def test_every_kernel_compiles_for_a_thor(op: Op) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
-@every_room
+@every_operator
 def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
     for (source, defines), kernels in compiled(op, arch).items():

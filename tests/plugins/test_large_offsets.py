@@ -64,7 +64,7 @@ have more slabs.
 
 def far(made: Buffer, offset: int) -> Buffer:
     """The buffer as that part of larger memory which begins `offset` bytes behind its start."""
-    made.told = -offset
+    made.offset = -offset
     return made
 
 

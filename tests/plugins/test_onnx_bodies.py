@@ -1,4 +1,4 @@
-"""Every room's ONNX function, run by ONNX Runtime, equals its numpy reference."""
+"""Every operator's ONNX function, run by ONNX Runtime, equals its numpy reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
 """One rounding of a narrow type."""
 FUNCTION = Near(apart=0.01, error=1e-6)
 
-ROOMS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+OPERATORS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 def every_case() -> Iterator[object]:
@@ -31,7 +31,7 @@ def every_case() -> Iterator[object]:
 
 
 def model(op: Op, case: OpCase) -> onnx.ModelProto:
-    """A model whose graph is one call of the room."""
+    """A model whose graph is one call of the operator."""
     a = op.complete(case.attributes)
     dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
     outputs = {p.name: p.name for p in op.outputs_of(a)}

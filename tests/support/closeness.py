@@ -11,7 +11,7 @@ from thor_dflash.core.tensors import Array, DType
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How near the results of a room's kernels are, besides its TOLERANCE for each element."""
+    """How near the results of an operator's kernels are, besides its TOLERANCE for each element."""
 
     apart: float = 0.0
     """Largest share of bf16 and FP8 results that are not the nearest ones."""
@@ -29,8 +29,8 @@ NEAR = {
     "standard": Near(apart=0.01),
     "accept": Near(),
 }
-"""By room. Products round once, so few of their results are not the nearest; most of those are sums
-that cancel. Attention also rounds its weights."""
+"""By operator. Products round once, so few of their results are not the nearest; most of those are
+sums that cancel. Attention also rounds its weights."""
 PORTS = {
     "linear.y0_squares": Near(error=3e-4),
     "gdn.next_state": Near(error=2e-5),
@@ -46,9 +46,9 @@ FEW = 4
 """Results that may be off in any case, since a share of a few results says nothing."""
 
 
-def near_of(room: str, port: str) -> Near:
-    """How near the kernels of a room are to its reference."""
-    return PORTS.get(f"{room}.{port}") or NEAR[room]
+def near_of(operator: str, port: str) -> Near:
+    """How near the kernels of an operator are to its reference."""
+    return PORTS.get(f"{operator}.{port}") or NEAR[operator]
 
 
 def hold_near(name: str, have: Array, want: Array, tolerance: float, near: Near | None) -> None:

@@ -1,4 +1,4 @@
-"""Cases of draft_attention beyond the room's own: scores, cuts and attributes."""
+"""Cases of draft_attention beyond the operator's own: scores, cuts and attributes."""
 
 from __future__ import annotations
 

@@ -69,4 +69,4 @@ class Gpu:
 
 
 def _address(given: Buffer | None, places: Mapping[int, int]) -> int:
-    return 0 if given is None else places[id(given)] + GUARD + given.told
+    return 0 if given is None else places[id(given)] + GUARD + given.offset

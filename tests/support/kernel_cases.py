@@ -1,4 +1,4 @@
-"""Test cases for kernels: the rooms' own, and more with the head and row sizes of the kernels.
+"""Test cases for kernels: the operators' own, and more with the head and row sizes of the kernels.
 
 Apart from those sizes they are small, because the emulator runs them.
 """
@@ -29,19 +29,19 @@ BF16, FP8 = DType.BF16, DType.FP8
 
 
 @cache
-def _cases(room: str) -> Mapping[str, OpCase]:
-    (op,) = (op for op in OPS if op.name == room)
+def _cases(operator: str) -> Mapping[str, OpCase]:
+    (op,) = (op for op in OPS if op.name == operator)
     found: dict[str, OpCase] = {}
     own = [(case.name, case) for case in op.cases(np.random.default_rng(7))]
-    more = [(f"more_{case.name}", case) for case in _CASES[room](np.random.default_rng(8))]
+    more = [(f"more_{case.name}", case) for case in _CASES[operator](np.random.default_rng(8))]
     for name, case in own + more:
         found[f"{name}_again" if name in found else name] = case
     return found
 
 
 def cases_of(op: Op) -> Mapping[str, OpCase]:
-    """Every case of a room by name: its own, and those of this file, "more_...". A name that is
-    already taken gets "_again".
+    """Every case of an operator by name: its own, and those of this file, "more_...". A name that
+    is already taken gets "_again".
     """
     return _cases(op.name)
 

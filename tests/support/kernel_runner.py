@@ -1,8 +1,8 @@
-"""Runs a room's kernels on a test case and compares the results with the room's reference.
+"""Runs an operator's kernels on a test case and compares the results with the operator's reference.
 
 Calls are made as the engine makes them: rows in bf16, weights packed. In addition, outputs and
 scratch are filled with poison, and every buffer lies between guards that nobody may write. The
-backend that runs the launches (emulator or GPU) knows nothing about rooms.
+backend that runs the launches (emulator or GPU) knows nothing about operators.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SQUARES_ROWS, SQUARES_COLUMNS, SLAB = 32, 32, 64
 
 
 class Refused(Exception):
-    """The room's kernels cannot run this call; the message is the rule that it breaks."""
+    """The operator's kernels cannot run this call; the message is the rule that it breaks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class Buffer:
     writable: bool
     from_kernels: bool
     """Whether other kernels write or read it."""
-    told: int = 0
+    offset: int = 0
     """Offset in bytes that is added to the address passed as an argument; a Shift undoes it."""
 
     @property
@@ -99,7 +99,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The parts of a room's launch.py (for weights, of linear's pack.py) that are used here."""
+    """The parts of an operator's launch.py (for weights, of linear's pack.py) used here."""
 
     launches: Callable[[CallSite, Device], tuple[Launch, ...]]
     refuse: Callable[[CallSite], str]
@@ -110,14 +110,14 @@ class Rule:
 
 
 def rule(op: Op) -> Rule | None:
-    """The room's launch rule, or None where it has none."""
+    """The operator's launch rule, or None where it has none."""
     return _rule(op.name) if (op.folder / "launch.py").exists() else None
 
 
 @cache
-def _rule(room: str) -> Rule:
-    here = vars(importlib.import_module(f"thor_dflash.plugins.{room}.launch"))
-    weights = room in ("linear", "head")
+def _rule(operator: str) -> Rule:
+    here = vars(importlib.import_module(f"thor_dflash.plugins.{operator}.launch"))
+    weights = operator in ("linear", "head")
     pack = vars(importlib.import_module("thor_dflash.plugins.linear.pack")) if weights else here
     return Rule(
         here["launches"],
@@ -130,14 +130,14 @@ def _rule(room: str) -> Rule:
 
 
 def rule_of(op: Op) -> Rule:
-    """The launch rule of a room that has one."""
+    """The launch rule of an operator that has one."""
     found = rule(op)
     assert found is not None, f"{op.name} has no launch.py"
     return found
 
 
 def source_of(op: Op, one: Launch) -> Path:
-    """The source file of a launch. Its name is relative to the room's folder or to plugins/."""
+    """The source file of a launch. Its name is relative to the operator's folder or to plugins/."""
     own = op.folder / one.source
     return own.resolve() if own.exists() else op.folder.parent / one.source
 
@@ -217,7 +217,7 @@ def call_of(op: Op, given: OpCase, x_squares: bool = False, y_squares: bool = Fa
 
 
 def packed(site: CallSite, inputs: Mapping[str, Array]) -> tuple[CallSite, Mapping[str, Array]]:
-    """The site and inputs, with packed weights if the room packs them.
+    """The site and inputs, with packed weights if the operator packs them.
 
     Raises:
         Refused: see there.
@@ -244,12 +244,12 @@ def site_of(
 ) -> CallSite:
     """A site from its inputs; the outputs' types and shapes follow from the contract."""
     a = op.complete(attributes)
-    letters = bind(op, {name: s.shape for name, s in inputs.items()}, a)
+    symbols = bind(op, {name: s.shape for name, s in inputs.items()}, a)
     ports = dict(inputs)
     for port in op.outputs_of(a):
         ports[port.name] = Shaped(
             _dtype(port, inputs),
-            tuple(_size(letters[d]) if isinstance(d, str) else d for d in port.shape),
+            tuple(_size(symbols[d]) if isinstance(d, str) else d for d in port.shape),
         )
     return CallSite(op, a, ports)
 
@@ -317,7 +317,7 @@ class _Memory:
             case BufferOffset(ports):
                 by = self.shift * self.shifts.setdefault(ports, len(self.shifts) + 1)
                 for port in self.ports.keys() & set(ports):
-                    self.ports[port].told = by if port.startswith("next_") else -by
+                    self.ports[port].offset = by if port.startswith("next_") else -by
                 word = buffer("shift", np.array([by]), writable=False, kernels=False)
                 return self._add(word) if by else None
             case Table(values):

@@ -10,10 +10,10 @@ from emulator.runner import Emulator
 from support.kernel_runner import CANARY, GUARD, IMMUTABLE, Buffer, Pointers, Step, Value, buffer
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins import standard as room
+from thor_dflash.plugins import standard
 from thor_dflash.plugins.launch import Argument, Launch, Pointer, PointerTable, Scratch, Table
 
-FOLDER = Path(room.__file__).parent
+FOLDER = Path(standard.__file__).parent
 
 
 def _value(argument: Argument, ports: Mapping[str, Buffer]) -> Value:

@@ -1,4 +1,4 @@
-"""Runs a room's call as TensorRT would, through its plugin's enqueue, on memory of the tests."""
+"""Runs a call as TensorRT would, through its plugin's enqueue, on memory of the tests."""
 
 from __future__ import annotations
 

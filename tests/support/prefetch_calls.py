@@ -28,7 +28,7 @@ def fetching(call: Call, nbytes: int = PACKED) -> Call:
 
 
 def of_few_rows(op: Op) -> dict[str, Call]:
-    """The calls of a room's cases that have at most 32 rows and are not a prefill, by name."""
+    """The calls of an operator's cases that have at most 32 rows and are not a prefill, by name."""
     found: dict[str, Call] = {}
     for name, case in cases_of(op).items():
         try:

@@ -192,7 +192,7 @@ class House:
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """pytest's directory for a test; another one if its path leaves no room for a socket's name,
+    """pytest's directory for a test; another one if its path leaves no space for a socket's name,
     since the whole address of a unix socket has at most 107 bytes.
     """
     if len(os.fsencode(tmp_path)) <= 80:

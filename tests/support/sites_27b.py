@@ -17,11 +17,11 @@ ROWS = (1, 16, 32, 512)
 """Rows of a linear: a single token, blocks of two widths, a prefill step."""
 
 
-def sites(room: str) -> Iterator[Full]:
-    """The calls of a room. Source of the models' dimensions: their config.json. Numbers of rows,
-    cache and ring lengths, kinds of weights and the reduced vocabulary are chosen.
+def sites(operator: str) -> Iterator[Full]:
+    """The calls of an operator. Source of the models' dimensions: their config.json. Numbers of
+    rows, cache and ring lengths, kinds of weights and the reduced vocabulary are chosen.
     """
-    yield from _SITES[room]()
+    yield from _SITES[operator]()
 
 
 def _weights(kind: str, widths: tuple[int, ...], k: int) -> dict[str, Shaped]:

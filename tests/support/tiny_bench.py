@@ -11,7 +11,7 @@ ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda"
 def small() -> tuple[TargetDims, DrafterDims]:
     """Returns the 27B and its drafter with fewer layers, narrower rows and a smaller vocabulary.
 
-    Layers of every kind are left, so that every room is still called.
+    Layers of every kind are left, so that every operator is still called.
     """
     target = synthetic.QWEN36_27B
     target = TargetDims(

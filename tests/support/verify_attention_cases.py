@@ -1,4 +1,4 @@
-"""Cases of verify_attention beyond the room's own."""
+"""Cases of verify_attention beyond the operator's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA driver: which devices are refused, what is free, and what is told once it is broken."""
+"""The CUDA driver: which devices are refused, what is free, what a broken one reports."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_the_page_cache_is_free_only_where_the_device_shares_it(
     assert driver.free_memory() == free
 
 
-def test_what_is_available_is_told_in_bytes() -> None:
+def test_what_is_available_is_in_bytes() -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     unused, whole = (page * os.sysconf(f"SC_{which}_PAGES") for which in ("AVPHYS", "PHYS"))
     assert unused / 2 < driver_module._available() <= whole
 
 
-def test_what_broke_a_driver_is_told_also_after_it_was_closed(
+def test_what_broke_a_driver_is_reported_also_after_it_was_closed(
     device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:

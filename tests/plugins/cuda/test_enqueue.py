@@ -52,10 +52,10 @@ def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
     shared: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cuda = fake(monkeypatch)
-    said: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def set_attribute(*arguments: Any) -> tuple[int]:
-        said.append(arguments)
+        calls.append(arguments)
         return (0,)
 
     monkeypatch.setattr(cuda, "cuFuncSetAttribute", set_attribute)
@@ -66,7 +66,7 @@ def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
     launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
     for _ in range(2):
         assert kernels.function(tmp_path / "kernel.cu", launch) == "kernel"
-    assert said == [("kernel", 9, 100), *([("kernel", 8, shared)] if shared > FREELY else [])]
+    assert calls == [("kernel", 9, 100), *([("kernel", 8, shared)] if shared > FREELY else [])]
 
 
 @pytest.mark.parametrize("graph", [True, False])

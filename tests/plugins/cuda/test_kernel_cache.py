@@ -185,19 +185,21 @@ def test_what_several_launches_need_is_compiled_once(
 
     monkeypatch.setattr(kernel_cache, "load", load)
     other = replace(LAUNCH, defines={"ROWS": 16})
-    told: list[int] = []
+    progress: list[int] = []
     launches = [(SOURCE, LAUNCH), (SOURCE, other), (SOURCE, LAUNCH), (SOURCE, other)]
     found = Kernels(DriverCalls(), H100, tmp_path)
     with found.compiling(launches) as images:
         assert len(images) == 2
-        images.load(told.append)
-    assert told == [1, 1]
+        images.load(progress.append)
+    assert progress == [1, 1]
     for source, launch in launches:
         assert found.function(source, launch) == "kernel"
     assert sorted(made, key=str) == [(SOURCE, {"ROWS": 16}), (SOURCE, {})]
 
 
-def test_a_source_that_does_not_compile_is_told_with_the_compilers_words(tmp_path: Path) -> None:
+def test_the_compilers_words_are_reported(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void f() { such_a_name(); }")
     with pytest.raises(EngineError, match=r"wrong.cu must compile for sm_90 \(got: .*such_a_name"):
         compiler.compile_source(tmp_path / "wrong.cu", {}, "sm_90")

@@ -39,11 +39,11 @@ from thor_dflash.plugins.verify_attention import launch as verify_attention
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 MODULES = {"gdn": gdn, "verify_attention": verify_attention}
-rooms = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
+operators = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
 
 
 @emulated
-@rooms
+@operators
 def test_prefetching_changes_no_result(op: Op) -> None:
     for call in list(of_few_rows(op).values())[:3]:
         alone = launch(call, Emulator(1), THOR)
@@ -52,7 +52,7 @@ def test_prefetching_changes_no_result(op: Op) -> None:
 
 
 @emulated
-@rooms
+@operators
 def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     call = next(iter(of_few_rows(op).values()))
     launch(fetching(call), Emulator(0), THOR)
@@ -98,7 +98,7 @@ def test_every_byte_is_fetched_once(op: Op, name: str) -> None:
     np.testing.assert_array_equal(found, np.arange(PACKED) < all_but_rest)
 
 
-@rooms
+@operators
 def test_blocks_share_the_weight(op: Op) -> None:
     call = next(iter(of_few_rows(op).values()))
     assert prefetch_next(call.site, 128) == (Pointer(PREFETCHED), Int(0))

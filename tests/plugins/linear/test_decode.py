@@ -1,4 +1,4 @@
-"""linear with at most 32 rows, beyond its room's cases: how work is cut, how norms are shared
+"""linear with at most 32 rows, beyond its operator's cases: how work is cut, how norms are shared
 between calls, segments of few columns.
 """
 

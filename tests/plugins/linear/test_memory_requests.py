@@ -160,11 +160,11 @@ def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
     defines["K_SIZE"] = plan.k
     runner.probe("order_probes.cu", "order", events, table, **defines)
     end, weights, rows, wait, previous = range(5)
-    told = [tuple(map(int, event)) for event in events if event[0] != end]
+    requests = [tuple(map(int, event)) for event in events if event[0] != end]
     step = tiles * WeightKind.NVFP4.step_bytes
     coming: dict[int, int] = {}
     most = []
-    for what, barrier, size in told:
+    for what, barrier, size in requests:
         if what == weights:
             coming[barrier] = coming.get(barrier, 0) + size
             most.append(sum(coming.values()))
@@ -173,10 +173,10 @@ def test_two_stages_are_on_their_way_and_rows_wait_for_nothing_else(
     stages = plan.steps // parts
     # The fourth is requested when the first three have come and been announced as filled.
     assert most == [step, 2 * step, 2 * step, step, *[2 * step] * (stages - 4)]
-    after = [what for what, _, _ in told[told.index((previous, 0, 0)) + 1 :]]
+    after = [what for what, _, _ in requests[requests.index((previous, 0, 0)) + 1 :]]
     assert after[:3] == [rows] * 3
     assert after.count(rows) == stages
-    assert rows not in [what for what, _, _ in told[: len(told) - len(after)]]
+    assert rows not in [what for what, _, _ in requests[: len(requests) - len(after)]]
 
 
 @pytest.mark.parametrize(("count", "blocks"), [(94, 40), (200, 3), (5, 40)])

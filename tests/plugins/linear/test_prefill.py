@@ -197,20 +197,20 @@ def test_a_stage_is_released_when_all_of_its_last_16_of_k_are_there(t: int) -> N
     one = Launch("released", (1, 1, 1), 32, (), shared=nbytes + 136, defines=defines, overlap=False)
     given = np.random.default_rng(t).integers(0, 2**16, (t, SLAB), dtype=np.uint16)
 
-    def told(rows: Array, code: int = 0) -> Array:
+    def released(rows: Array, code: int = 0) -> Array:
         stage = np.zeros(nbytes, np.uint8)
         stage[: 2 * t * SLAB] = slabs(rows.view(DType.BF16.numpy)).reshape(-1).view(np.uint8)
         stage[2 * t * SLAB :][:2048] = code  # of the first n-tile; its scales follow
-        held, out = buffer("stage", stage, writable=False), buffer("told", 4 * 32)
+        held, out = buffer("stage", stage, writable=False), buffer("released", 4 * 32)
         Emulator()([held, out], [Step(PROBES, one, (held, out))])
         return out.data.view(np.uint32)
 
-    before = told(given)
-    assert (told(given, code=1) != before).all()
+    before = released(given)
+    assert (released(given, code=1) != before).all()
     for row in range(0, t, 16):
         other = given.copy()
         other[row : row + 16, -16:] ^= 1
-        assert (told(other) != before).all(), row
+        assert (released(other) != before).all(), row
 
 
 def test_every_code_times_every_scale() -> None:

@@ -36,17 +36,17 @@ def asked(site: Path, made: list[Path]) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.mark.parametrize(
     "version", [*(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[:-1]), VERSIONS[-1]]
 )
 def test_every_plugin_answers_through_the_bindings(version: str, tmp_path: Path) -> None:
-    told = asked(bindings(version), libraries(version, tmp_path))
-    assert told["version"] == version
-    assert told["plugins"] > 50
+    report = asked(bindings(version), libraries(version, tmp_path))
+    assert report["version"] == version
+    assert report["plugins"] > 50
 
 
 @pytest.mark.slow
@@ -57,6 +57,6 @@ def test_every_plugin_is_registered_found_and_made_by_the_real_registry(tmp_path
         made = trt_bindings.lean_libraries(version, tmp_path)
     except (subprocess.SubprocessError, OSError) as e:
         pytest.skip(f"{trt_bindings.LEAN}=={version} must be fetched once (got: {e})")
-    told = asked(site, made)
-    assert told["registry"]
-    assert told["plugins"] > 50
+    report = asked(site, made)
+    assert report["registry"]
+    assert report["plugins"] > 50

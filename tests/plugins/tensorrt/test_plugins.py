@@ -1,5 +1,5 @@
-"""Every room as a TensorRT plugin: types, shapes and memory follow its contract, and `enqueue` runs
-the room's launches. TensorRT is replaced by a stand-in.
+"""Every operator as a TensorRT plugin: types, shapes and memory follow its contract, and `enqueue`
+runs the operator's launches. TensorRT is replaced by a stand-in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from thor_dflash.plugins.launch import THOR, CallSite, Scratch, Shaped
 from thor_dflash.plugins.standard.nodes import EMBED
 from thor_dflash.plugins.tensorrt.node import BODILESS, PluginNode, describe, parse, tensor_of
 
-every_room = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_operator = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(op: Op) -> Iterator[tuple[str, CallSite]]:
-    """Every call that a room's kernels do not refuse: of its cases, and of the full model."""
+    """Every call that an operator's kernels do not refuse: of its cases, and of the full model."""
     yield from taken_of(op)
     for name, attributes, inputs in sites(op.name):
         yield name, packed(site_of(op, attributes, inputs), {})[0]
@@ -68,7 +68,7 @@ def registered(*nodes: PluginNode) -> Any:
     return register(trt.get_plugin_registry(), THOR, None, nodes)  # type: ignore[arg-type]
 
 
-@every_room
+@every_operator
 def test_a_node_says_all_that_a_launch_rule_asks(op: Op) -> None:
     for name, site in taken(op):
         node = node_of(site)
@@ -83,7 +83,7 @@ def both(site: CallSite, node: PluginNode) -> list[Shaped]:
     return tensors(site, (*node.inputs, *node.outputs))
 
 
-@every_room
+@every_operator
 def test_types_and_shapes_are_the_contracts(op: Op) -> None:
     for name, site in taken(op):
         node = node_of(site)
@@ -96,33 +96,33 @@ def test_types_and_shapes_are_the_contracts(op: Op) -> None:
         trt.get_plugin_registry().creators.clear()
 
 
-@every_room
+@every_operator
 def test_a_size_that_is_still_unknown_stays_symbolic(op: Op) -> None:
-    letters = {"T", "N", "N0"} - ({"N", "N0"} if op.name in ("linear", "head") else set())
+    symbols = {"T", "N", "N0"} - ({"N", "N0"} if op.name in ("linear", "head") else set())
     for _, site in list(taken(op))[:3]:
         node = node_of(site)
         ports = {
             p.name: p for p in (*op.inputs_of(site.attributes), *op.outputs_of(site.attributes))
         }
 
-        def told(
+        def declared(
             name: str, node: PluginNode = node, ports: Any = ports, site: CallSite = site
         ) -> list[Any]:
             sizes = site.ports[name].shape
             names = ports[name].shape if name in ports else sizes
-            return [n if n in letters else s for n, s in zip(names, sizes, strict=True)]
+            return [n if n in symbols else s for n, s in zip(names, sizes, strict=True)]
 
-        shapes = node.output_shapes({n: told(n) for n in node.inputs}, lambda n: n)
-        assert {n: list(s) for n, s in shapes.items()} == {n: told(n) for n in node.outputs}
+        shapes = node.output_shapes({n: declared(n) for n in node.inputs}, lambda n: n)
+        assert {n: list(s) for n, s in shapes.items()} == {n: declared(n) for n in node.outputs}
 
 
-@every_room
+@every_operator
 def test_one_format_is_taken_and_only_the_contracts_types(op: Op) -> None:
     for _, site in list(taken(op))[:8]:
         node = node_of(site)
         registered(node)
         plugin, count = trt.made(node), len(node.inputs)
-        # The bounds of sizes are told later, to configure_plugin.
+        # The bounds of sizes are given later, to configure_plugin.
         good = [replace(trt.dynamic(shaped), max=()) for shaped in both(site, node)]
         for pos, described in enumerate(good):
             assert plugin.supports_format_combination(pos, good, count), (pos, node.inputs)
@@ -149,15 +149,15 @@ def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
     registered(node)
     plugin, count = trt.made(node), len(node.inputs)
     descs = [trt.dynamic(shaped) for shaped in both(site, node)]
-    said = rf"Thor.*{op.name}\..* must be "
-    with pytest.raises(EngineError, match=said):
+    rule = rf"Thor.*{op.name}\..* must be "
+    with pytest.raises(EngineError, match=rule):
         plugin.configure_plugin(descs[:count], descs[count:])
     ins, outs = [d.desc for d in descs[:count]], [d.desc for d in descs[count:]]
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=rule):
         plugin.on_shape_change(ins, outs)
 
 
-@every_room
+@every_operator
 def test_workspace_is_the_scratch_that_need_not_last(op: Op) -> None:
     for name, site in taken(op):
         node = node_of(site)
@@ -233,7 +233,7 @@ def test_bytes_are_declared_as_words_of_four() -> None:
 
 # ---- enqueue -----------------------------------------------------------------------------------
 SMALL = 3
-"""Cases of each room that run here, those with the smallest inputs. All cases run on a GPU."""
+"""Cases of each operator that run here, those with the smallest inputs. All cases run on a GPU."""
 
 
 def small(op: Op) -> list[Any]:
@@ -275,7 +275,7 @@ def enqueued_as_launched(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         assert copies == 2 * apart * len(rule_of(op).in_place & call.want.keys())
 
 
-@every_room
+@every_operator
 def test_a_capture_finds_everything_made_or_says_so(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +299,7 @@ def test_a_capture_finds_everything_made_or_says_so(
             fresh.enqueue()
 
 
-def test_the_same_sizes_told_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_sizes_given_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT may call on_shape_change again while a stream is captured."""
     op = OPS[0]
     call = call_of(op, cases_of(op)[small(op)[0].values[1]])
@@ -337,8 +337,8 @@ def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
         "rows": Shaped(DType.BF16, (rows, 64)),
     }
     node = describe(CallSite(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
-    told = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
-    assert told == {"rows": ("T" if mask < 0 else 16, 64)}
+    declared = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
+    assert declared == {"rows": ("T" if mask < 0 else 16, 64)}
     assert parse("embed", node.fields()) == node
 
 
