@@ -60,15 +60,18 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     json_schema: SchemaWrapper
 
 
-class PlanRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
-    """`plan`: one prompt to answer with a plan. None stands for the server's default."""
+class _Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The fields of every request, beside its `op`."""
 
     v: int = VERSION
-    op: str = "plan"
     id: Id = NO_ID
     token: str | None = None
+
+
+class PlanRequest(_Request, frozen=True):
+    """`plan`: one prompt to answer with a plan. None stands for the server's default."""
+
+    op: str = "plan"
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     prefix_id: Id | None = None
@@ -95,59 +98,44 @@ class PlanRequest(
     metadata: dict[str, Any] | None = None
 
 
-class Simple(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Simple(_Request, frozen=True):
     """An operation without arguments, such as `hello` or `health`."""
 
     op: str
-    v: int = VERSION
-    id: Id = NO_ID
-    token: str | None = None
 
 
-class Cancel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Cancel(_Request, frozen=True):
     """`cancel`: end a plan, from its own connection or from any other that names its session."""
 
     target: Id
-    v: int = VERSION
     op: str = "cancel"
-    id: Id = NO_ID
-    token: str | None = None
     session: Id | None = None
 
 
-class Validate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Validate(_Request, frozen=True):
     """`validate`: count tokens and compile a schema without decoding."""
 
-    v: int = VERSION
     op: str = "validate"
-    id: Id = NO_ID
-    token: str | None = None
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     json_schema: dict[str, Any] | None = None
 
 
-class PrefixPut(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class PrefixPut(_Request, frozen=True):
     """`prefix.put`: pin the state of a system prompt under a name."""
 
     prefix_id: Id
     system: str
     persist: bool = False
     """Whether the prefix is kept on disk, so that it outlives the server."""
-    v: int = VERSION
     op: str = "prefix.put"
-    id: Id = NO_ID
-    token: str | None = None
 
 
-class PrefixDrop(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class PrefixDrop(_Request, frozen=True):
     """`prefix.drop`: forget a pinned state."""
 
     prefix_id: Id
-    v: int = VERSION
     op: str = "prefix.drop"
-    id: Id = NO_ID
-    token: str | None = None
 
 
 Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop

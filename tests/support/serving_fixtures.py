@@ -168,6 +168,16 @@ class House:
         self._stack.callback(held.close)
         return server, held
 
+    def running(
+        self, *, config: dict[str, Any] | None = None, **plan: Any
+    ) -> tuple[HeldBackend, Peer]:
+        """The backend of a held server that has begun this plan, and the plan's client."""
+        server, held = self.held(**config or {})
+        peer = self.peer(server)
+        peer.send(**plan)
+        assert held.waiting.wait(PATIENCE_S)
+        return held, peer
+
     def held_later(self) -> tuple[Server, HeldBackend, threading.Event]:
         """As `held`, but the server loads until the event is set."""
         held, load = HeldBackend(), threading.Event()

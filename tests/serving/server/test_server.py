@@ -137,10 +137,7 @@ def test_what_a_schema_refuses_is_told(house: Any) -> None:
 
 
 def test_the_latest_plan_of_a_session_wins(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="a")
-    assert held.waiting.wait(20)
+    held, peer = house.running(**SMALL, id="a")
     peer.send(**SMALL, id="b")
     peer.send(**SMALL, id="c")
     assert peer.final("b")["code"] == "preempted", "it never began"
@@ -201,10 +198,7 @@ def test_cancel_works_from_elsewhere_by_session_alone(house: Any) -> None:
 
 
 def test_the_urgent_overtake_and_preempt(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="a", session="a")
-    assert held.waiting.wait(20)
+    held, peer = house.running(**SMALL, id="a", session="a")
     peer.send(**SMALL, id="b", session="b", priority=1)
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     peer.send(**SMALL, id="c", session="c", priority=9, preempt="lower")
@@ -281,10 +275,7 @@ def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
 
 
 def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="runs")
-    assert held.waiting.wait(20)
+    _, peer = house.running(**SMALL, id="runs")
     peer.send(op="prefix.put", id="put", prefix_id="a", system="x")
     assert peer.ask(op="cancel", id="c", target="put")["cancelled"]
     assert peer.final("put")["code"] == "cancelled"
@@ -293,9 +284,6 @@ def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
 
 
 def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="a", session="a")
-    assert held.waiting.wait(20)
+    held, peer = house.running(**SMALL, id="a", session="a")
     assert peer.ask(**SMALL, id="b", session="b", deadline_ms=100)["code"] == "deadline"
     assert held.started == ["a"]
