@@ -126,7 +126,10 @@ def test_the_end_waits_for_answers_that_a_slow_reader_has_not_taken(
 
 
 def test_a_second_stop_does_not_wait(house: Any) -> None:
-    held, peer = house.running(**SMALL, id="a", session="a")
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(**SMALL, id="a", session="a")
+    assert held.waiting.wait(20)
     peer.send(**SMALL, id="b", session="b")
     until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
     server.stop()
