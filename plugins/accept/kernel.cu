@@ -5,7 +5,6 @@
 
 constexpr int FAULT = -1;  // as a slice's id: the slice has NaN or positive infinity
 constexpr int STRICT = 0, LOG_MARGIN = 1;
-constexpr int MOST_ROWS = 32;
 
 // See the operator's contract; `mask` may be null.
 struct Call {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.plugins.accept import OP
-from thor_dflash.plugins.head.argmax_launch import THREADS, slices
+from thor_dflash.plugins.head.argmax_launch import DEFINES, THREADS, slices
 from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, OpKernels, Pointer, Scratch
 
 MOST_ROWS = 32
@@ -58,6 +58,7 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
                 Scratch("arrivals", 4, zeroed=True),
                 *(Int(size) for size in sizes),
             ),
+            defines={**DEFINES, "MOST_ROWS": MOST_ROWS},
         ),
     )
 

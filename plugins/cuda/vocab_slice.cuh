@@ -4,10 +4,8 @@
 #pragma once
 #include "cuda/device.cuh"
 
-constexpr int SLICE_THREADS = 256;
 constexpr int SLICE_WARPS = SLICE_THREADS / 32;
-constexpr int SLICE_LOADS = 8;
-constexpr int SLICE = SLICE_THREADS * SLICE_LOADS * 4;
+constexpr int SLICE_LOADS = SLICE / (4 * SLICE_THREADS);
 
 DEVICE float minus_infinity() { return bits_float(0xff800000u); }
 

@@ -1,4 +1,7 @@
 // Sizes of draft_attention's kernel, and the work of a warp on one tile of keys and values.
+//
+// Compile-time, from launch.py: HEAD_DIM, NORM_F32, ROTARY; THREADS, GROUPS, BLOCK_ROWS, TILE (positions
+// of a stage), STAGES, STRETCHES (most stretches of the context).
 #pragma once
 #include "cuda/device.cuh"
 
@@ -11,11 +14,8 @@
 
 constexpr int D = HEAD_DIM;
 static_assert(D == 16 || D == 32 || D == 64 || D == 128 || D == 256, "head dimension");
-constexpr int THREADS = 256, WARPS = 8, GROUPS = 4;
-constexpr int ROWS = 32;                       // query rows of a block
-constexpr int TILE = 64;                       // positions of a stage
-constexpr int STAGES = D <= 128 ? 3 : 2;       // must agree with launch.py, as the next three
-constexpr int STRETCHES = 8;                   // at most: a thread has registers for each
+constexpr int WARPS = THREADS / 32;
+constexpr int ROWS = BLOCK_ROWS;               // query rows of a block
 constexpr int PITCH = D + 8;                   // floats; keeps the merge's writes off one bank
 constexpr u32 ROW_BYTES = D * 2, STAGE_BYTES = 2 * TILE * ROW_BYTES;
 constexpr u32 VALUES = TILE * ROW_BYTES;       // within a stage

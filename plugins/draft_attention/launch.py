@@ -33,10 +33,14 @@ rounded differently than in the reference changes its share of a score by up to 
 
 ROW_BYTES = 2
 BLOCK_ROWS = 32
+"""Query rows of a block."""
 TILE = 64
+"""Positions of a stage."""
 GROUPS = 4
+"""Groups of 16 positions of a tile, one for each pair of warps."""
 THREADS = 256
 STRETCHES = 8
+"""Most stretches of the context: a thread has registers for each."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -103,13 +107,18 @@ def frequencies(site: CallSite) -> Array:
     return out
 
 
+def stages(dim: int) -> int:
+    """Returns the number of stages, each a tile of keys and values."""
+    return 3 if dim <= 128 else 2
+
+
 def shared_bytes(dim: int) -> int:
     """Returns the dynamic shared memory, bytes: the queries, and the stages or, after the loop, the
     groups' sums.
     """
-    stages = (3 if dim <= 128 else 2) * 2 * TILE * dim * ROW_BYTES
+    tiles = stages(dim) * 2 * TILE * dim * ROW_BYTES
     merge = GROUPS * BLOCK_ROWS * (dim + 8) * 4
-    return BLOCK_ROWS * dim * ROW_BYTES + max(stages, merge)
+    return BLOCK_ROWS * dim * ROW_BYTES + max(tiles, merge)
 
 
 def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
@@ -146,6 +155,12 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             shared=shared_bytes(dim),
             defines={
                 "HEAD_DIM": dim,
+                "THREADS": THREADS,
+                "GROUPS": GROUPS,
+                "BLOCK_ROWS": BLOCK_ROWS,
+                "TILE": TILE,
+                "STAGES": stages(dim),
+                "STRETCHES": STRETCHES,
                 "ROTARY": a.integer("rotary_dim"),
                 "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
             },

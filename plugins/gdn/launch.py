@@ -32,7 +32,7 @@ TAPS = 4
 MOST_ROWS = 32
 """Most rows of a verify call, and most records."""
 SLAB = 16
-"""Columns of each value head that one thread block of a verify computes; as in recurrence.cuh."""
+"""Columns of each value head that one thread block of a verify computes."""
 VERIFY_THREADS = 256
 """Threads of a block in a verify launch."""
 THREADS = 128
@@ -40,9 +40,9 @@ THREADS = 128
 MOST_HEADS = 3
 """Most value heads of a thread block in a verify launch."""
 GATES = 8
-"""Floats that hold a row's gates in shared memory; as in recurrence.cuh."""
+"""Floats that hold a row's gates in shared memory."""
 BARRIERS = 256
-"""Bytes for the barriers of a verify block; as in recurrence.cuh."""
+"""Bytes for the barriers of a verify block."""
 
 CHUNK = 32
 """Rows of a prefill's chunk; this and the following sizes must agree with chunk.cuh, prefill.cu."""
@@ -193,6 +193,12 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
                 "KEY_HEADS": a.integer("key_heads"),
                 "VALUE_HEADS": a.integer("value_heads"),
                 "NEXT": _next(site),
+                "HEADS": count,
+                "SLAB": SLAB,
+                "THREADS": VERIFY_THREADS,
+                "MOST_ROWS": MOST_ROWS,
+                "GATES": GATES,
+                "BARRIER_BYTES": BARRIERS,
             }
             | {f"{name.upper()}_F32": _wide(site, name) for name in _PLAIN},
             source="decode.cu",

@@ -1,6 +1,10 @@
 // The rows of a verify before the recurrence: computes q, k and v into shared memory, for the HEADS
 // value heads of one key head, SLAB columns of each, that a thread block works on. A warp processes
 // one row, so that the norms are sums over its own lanes; a lane has four channels.
+//
+// Compile-time, from launch.py: KEY_HEADS, VALUE_HEADS, the types of the plain parameters, NEXT;
+// HEADS and SLAB, value heads of a block and columns of each; THREADS; MOST_ROWS; GATES, floats of a
+// row's gates; BARRIER_BYTES.
 #pragma once
 #include "gdn/conv_gates.cuh"
 
@@ -15,17 +19,16 @@
 #endif
 
 constexpr int RATIO = VALUE_HEADS / KEY_HEADS;
-constexpr int HEADS = RATIO % 3 == 0 ? 3 : RATIO % 2 == 0 ? 2 : 1;  // as in launch.py
+static_assert(RATIO % HEADS == 0, "a block has value heads of one key head");
 constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * D;
 constexpr int WIDTH = VALUE_HEADS * D;
 constexpr int WALKERS = 4;                  // warps that hold the state
 constexpr int MAKERS = 4;                   // warps that prepare the rows, one row each at a time
-constexpr int THREADS = 32 * (WALKERS + MAKERS);  // as in launch.py
-constexpr int MOST_ROWS = 32;               // of a verify; as in launch.py
-constexpr int SLAB = 16, SLABS = D / SLAB;  // columns of each head; as in launch.py
+static_assert(THREADS == 32 * (WALKERS + MAKERS), "a warp is one or the other");
+constexpr int SLABS = D / SLAB;             // of each head
 constexpr int FOURS = D / 4;                // groups of four in a row of q or k
 constexpr int COLUMNS = HEADS * SLAB;       // of a thread block
-constexpr int GATES = 8;                    // floats: decay of each head, k . q at 3, beta from 4
+// GATES floats: decay of each head, k . q at 3, beta from 4
 
 // Which part of the work is this block's and this thread's.
 struct Place {
@@ -62,8 +65,8 @@ struct Rows {
 struct Barriers {
     saddr at;
     static constexpr int TURNS = MOST_ROWS / MAKERS;
-    static constexpr int BYTES = 256;  // as in launch.py
-    static_assert(8 * (2 * TURNS + 2) <= BYTES, "two barriers for each turn, and two more");
+    static constexpr int BYTES = BARRIER_BYTES;
+    static_assert(8 * (2 * TURNS + 2) <= BYTES, "two barriers for each step of the makers, and two more");
 
     // Row t is ready, and so are the others of its group of MAKERS rows.
     DEVICE saddr made(int t) const { return at + t / MAKERS * 8; }

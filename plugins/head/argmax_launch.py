@@ -5,10 +5,12 @@ from __future__ import annotations
 from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, Pointer, Scratch
 
 THREADS = 256
-"""Threads of a block, which searches one slice of a row; as in cuda/vocab_slice.cuh."""
+"""Threads of a block, which searches one slice of a row."""
 
 SLICE = 8192
-"""Logits in a slice, as in cuda/vocab_slice.cuh; the same on every device."""
+"""Logits in a slice; the same on every device."""
+
+DEFINES = {"SLICE_THREADS": THREADS, "SLICE": SLICE}
 
 
 def slices(width: int) -> int:
@@ -38,5 +40,6 @@ def best_launches(site: CallSite, device: Device, logits_port: str) -> tuple[Lau
                 Int(limit),
             ),
             source="argmax.cu",
+            defines=DEFINES,
         ),
     )
