@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands import build as build_verb
+from thor_dflash.cli.commands import build as build_command
 from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
@@ -279,7 +279,7 @@ def test_json_is_nothing_where_it_fails(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("", "the following arguments are required: VERB (see thor-dflash --h"),
+        ("", "the following arguments are required: COMMAND (see thor-dflash --h"),
         ("bake", "invalid choice: 'bake'"),
         ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
         ("generate --package p --prompt a --tokens b", "--tokens: not allowed with argument --pr"),
@@ -338,7 +338,7 @@ def test_build_and_demo_hand_over(
     text = capsys.readouterr().out
     assert "no drafter" in text
     assert "t7, and 12 more (all in manifest.toml)" in text
-    assert build_verb.table(many).startswith("  tensors  stored as")
+    assert build_command.table(many).startswith("  tensors  stored as")
 
     import thor_dflash.calib
 

@@ -1,4 +1,4 @@
-"""Options and --set: what a verb accepts, and what it refuses instead of ignoring it."""
+"""Options and --set: what a command accepts, and what it refuses instead of ignoring it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thor_dflash.config.tree import keys, load
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.package.manifest import MAGIC, render
 
-VERBS = {
+COMMANDS = {
     "build": "--target t --out o",
     "generate": "--package p --prompt a",
     "profile": "--package p --prompt a",
@@ -30,7 +30,9 @@ VERBS = {
     "keygen": "d",
 }
 """Verb -> the least that it must be given."""
-READERS = [verb for verb in VERBS if verb not in ("plan", "keygen")]  # of the configuration
+READERS = [
+    command for command in COMMANDS if command not in ("plan", "keygen")
+]  # of the configuration
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -74,7 +76,7 @@ def test_a_file_may_hold_sections_of_other_commands(
 
 
 @pytest.mark.parametrize(
-    ("verb", "item", "readers"),
+    ("command", "item", "readers"),
     [
         ("generate", "engine.device=1", "cuda or tensorrt"),
         ("check", "engine.cubins=d", "cuda or tensorrt"),
@@ -83,13 +85,13 @@ def test_a_file_may_hold_sections_of_other_commands(
     ],
 )
 def test_a_setting_that_the_engine_of_the_package_does_not_read_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, item: str, readers: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, item: str, readers: str
 ) -> None:
     made = replace(MANIFEST, engine="cuda" if readers == "ort" else "ort")
     (tmp_path / "manifest.toml").write_text(render(made))
-    words = [str(tmp_path) if word == "p" else word for word in VERBS[verb].split()]
+    words = [str(tmp_path) if word == "p" else word for word in COMMANDS[command].split()]
     rule = f"must go with engine {readers} (got {made.engine})"
-    assert refused(capsys, verb, *words, "-s", item) == f"{item.partition('=')[0]} {rule}"
+    assert refused(capsys, command, *words, "-s", item) == f"{item.partition('=')[0]} {rule}"
 
 
 @pytest.mark.parametrize("other", ["ort", "cuda"])
@@ -110,8 +112,8 @@ def test_a_setting_for_the_reference_alone_is_accepted(
 
 def test_every_option_of_a_command_is_of_a_section_it_reads() -> None:
     sections = {key.partition(".")[0] for key in keys()}
-    for verb, least in VERBS.items():
-        args = parser.parser().parse_args([verb, *least.split()])
+    for command, least in COMMANDS.items():
+        args = parser.parser().parse_args([command, *least.split()])
         assert {dest.partition(".")[0] for dest in vars(args) if "." in dest} <= set(args.reads)
         assert set(args.reads) <= sections
 
@@ -133,7 +135,7 @@ def test_a_second_value_does_not_win(capsys: pytest.CaptureFixture[str], args: s
 
 
 def test_a_key_is_the_same_with_spaces_around_it(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ("build", *VERBS["build"].split(), "-s", " build.chunk = 8", "-s", "build.chunk=4")
+    line = ("build", *COMMANDS["build"].split(), "-s", " build.chunk = 8", "-s", "build.chunk=4")
     assert refused(capsys, *line) == "build.chunk must be given once (got --set 2 times)"
 
 
@@ -144,14 +146,17 @@ def test_a_text_that_begins_like_an_option_is_a_text(capsys: pytest.CaptureFixtu
     assert refused(capsys, *line[:3], "--prompt", "a", "--sche=b c").startswith("unrecognized")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_without_a_name_is_not_the_working_directory(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    least = ["" if word in ("p", "d", "o") else word for word in VERBS[verb].split()]
-    line = least if "" in least else [*least, "-c" if verb in READERS else "--keys", ""]
-    assert "must be a path (got an empty name)" in refused(capsys, verb, *line)
+    least = ["" if word in ("p", "d", "o") else word for word in COMMANDS[command].split()]
+    line = least if "" in least else [*least, "-c" if command in READERS else "--keys", ""]
+    assert "must be a path (got an empty name)" in refused(capsys, command, *line)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,7 +188,7 @@ def test_a_budget_without_thinking_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, budget: str
 ) -> None:
     rule = "a thinking budget must go with decode.thinking on (got off)"
-    line = ("profile", *VERBS["profile"].split())
+    line = ("profile", *COMMANDS["profile"].split())
     assert refused(capsys, *line, "--thinking", "off", *budget.split()) == rule
     file = tmp_path / "robot.toml"
     file.write_text('[decode]\nthinking = "off"\n')
@@ -237,8 +242,8 @@ def test_inputs_are_checked_before_the_package(
     Path("ids.json").write_text("[1]")
     Path("pkg").mkdir()
     Path("pkg/manifest.toml").write_text(MAGIC)
-    verb, *rest = args.split()
-    assert refused(capsys, verb, "--package", "none", *rest).startswith(what)
+    command, *rest = args.split()
+    assert refused(capsys, command, "--package", "none", *rest).startswith(what)
 
 
 # ---- options that leave others without a meaning

@@ -21,11 +21,11 @@ NOTE = "an answer may grow without end: schema.properties.say must have maxLengt
 
 
 def run(
-    tmp_path: Path, verb: str, schema: object, *more: str, prompt: tuple[str, ...] = PROMPT
+    tmp_path: Path, command: str, schema: object, *more: str, prompt: tuple[str, ...] = PROMPT
 ) -> int:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
-    line = [verb, "--package", str(package()), "--schema", str(file)]
+    line = [command, "--package", str(package()), "--schema", str(file)]
     return main.main([*line, *prompt, *more])
 
 
@@ -52,15 +52,15 @@ def test_what_lets_an_answer_grow_is_noted(
     assert f"note: {NOTE}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["generate", "profile"])
+@pytest.mark.parametrize("command", ["generate", "profile"])
 def test_a_schema_that_applied_to_nothing_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    few = ("--max-tokens", "3", *(("--runs", "1", "--warmup", "0") if verb == "profile" else ()))
+    few = ("--max-tokens", "3", *(("--runs", "1", "--warmup", "0") if command == "profile" else ()))
     note = "note: the schema applied to nothing: no answer came after the thinking"
     for thinking, expected in (("off", False), ("on", True)):
         more = ("-s", f"decode.thinking={thinking}", *few)
-        assert run(tmp_path, verb, SMALL, *more, prompt=(*PROMPT[:2], *PROMPT[4:])) == 0
+        assert run(tmp_path, command, SMALL, *more, prompt=(*PROMPT[:2], *PROMPT[4:])) == 0
         assert (note in "".join(capsys.readouterr())) is expected
 
 
@@ -97,7 +97,7 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
     )
 
 
-@pytest.mark.parametrize("verb", ["generate", "profile"])
+@pytest.mark.parametrize("command", ["generate", "profile"])
 @pytest.mark.parametrize(
     ("schema", "more", "expected"),
     [
@@ -108,10 +108,10 @@ def test_a_profile_shows_the_graphs_of_constrained_cycles(
     ],
 )
 def test_what_cannot_be_a_schema_is_refused_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, schema: object,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, schema: object,
     more: tuple[str, ...], expected: str,
 ) -> None:  # fmt: skip
-    assert run(tmp_path, verb, schema, *more) == 2
+    assert run(tmp_path, command, schema, *more) == 2
     err = capsys.readouterr().err
     assert expected in err
     assert "loading" not in err

@@ -69,9 +69,9 @@ def check_options(args: Namespace) -> None:
         ConfigError: there is one.
     """
     given = vars(args)
-    if given.get("tokens") and args.verb != "score" and "decode.thinking" in given_keys(args):
+    if given.get("tokens") and args.command != "score" and "decode.thinking" in given_keys(args):
         raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
-    for one, *others in EXCLUSIVE.get(args.verb, ()):
+    for one, *others in EXCLUSIVE.get(args.command, ()):
         for other in others:
             if _given(args, one) and _given(args, other):
                 raise ConfigError(f"{other} must go without {one} (got both)")
@@ -97,22 +97,22 @@ def check_settings(args: Namespace) -> None:
         ConfigError: there is one.
         PackageError: what is given as a package is none.
     """
-    reads, command = list(args.reads), args.verb
-    for (verb, option), section in UNREAD_SECTIONS.items():
-        if args.verb == verb and _given(args, option):
+    reads, where = list(args.reads), args.command
+    for (command, option), section in UNREAD_SECTIONS.items():
+        if args.command == command and _given(args, option):
             reads.remove(section)
-            command = f"{verb} {option}"
+            where = f"{command} {option}"
     for key, item in zip(set_keys(args), args.set, strict=True):
         if key.partition(".")[0] not in reads:
             raise ConfigError(
-                f"{key} must be a setting of {command} "
-                f"(got --set {cut(item)}; {command} reads {', '.join(reads)})"
+                f"{key} must be a setting of {where} "
+                f"(got --set {cut(item)}; {where} reads {', '.join(reads)})"
             )
-    if args.verb == "serve" and args.mock:
+    if args.command == "serve" and args.mock:
         for key in given_keys(args) & {*UNREAD_BY_MOCK}:
             raise ConfigError(f"{key} must go without --mock (got both)")
     # Packages are read only if needed. The doctor examines the machine for any engine.
-    if ENGINES.keys() & set(set_keys(args)) and args.verb != "doctor":
+    if ENGINES.keys() & set(set_keys(args)) and args.command != "doctor":
         refuse_engine(args.set, _engines(args))
 
 

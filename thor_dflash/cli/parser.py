@@ -77,12 +77,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: it is invalid; the message names the --help to see.
     """
-    top, verbs = _parsers(argv[:1])
-    if argv and argv[0] in verbs:
-        verbs[argv[0]].check(argv[1:])
+    top, commands = _parsers(argv[:1])
+    if argv and argv[0] in commands:
+        commands[argv[0]].check(argv[1:])
     args, others = top.parse_known_args(argv)
     if others:
-        verbs[args.verb].error(f"unrecognized arguments: {' '.join(others)}")
+        commands[args.command].error(f"unrecognized arguments: {' '.join(others)}")
     return args
 
 
@@ -98,9 +98,11 @@ def _parsers(used: Sequence[str] | None) -> tuple[argparse.ArgumentParser, Mappi
     top.add_argument(
         "--version", action="version", version=f"thor-dflash {thor_dflash.__version__}"
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (add, sections, text) in COMMANDS.items():
-        sub = made[name] = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub = made[name] = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
         if used is not None and name not in used:
             continue
         sub.register("action", None, _Once)

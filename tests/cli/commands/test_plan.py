@@ -27,7 +27,7 @@ from thor_dflash.serving.protocol.messages import PlanRequest
 
 
 def run_plan(*args: str) -> None:
-    """Run the verb as on a terminal, where it reports its progress even with --json."""
+    """Run the command as on a terminal, where it reports its progress even with --json."""
     plan.run(parser.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 

@@ -15,7 +15,7 @@ from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, writ
 
 from thor_dflash.builders.build import build
 from thor_dflash.cli import main
-from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.cli.commands import profile as profile_command
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
@@ -126,7 +126,7 @@ def test_a_soak_answers_until_its_time_is_over(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = itertools.count(step=0.4)  # each look at the clock finds it 0.4 s later
-    monkeypatch.setattr(profile_verb, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(profile_command, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
     assert main.main(["profile", *source, *few, "--soak", "9"]) == 0
@@ -253,7 +253,7 @@ def test_what_was_measured_is_printed_though_a_page_cannot_be_written(
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profile_verb, "page", full)
+    monkeypatch.setattr(profile_command, "page", full)
     traced = tmp_path / "x.json"
     assert profile(root, "--html", str(tmp_path / "x.html"), "--trace", str(traced)) == 2
     out, err = capsys.readouterr()

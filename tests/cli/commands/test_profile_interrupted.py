@@ -10,7 +10,7 @@ import pytest
 from support.loop_models import session
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands import profile as profile_verb
+from thor_dflash.cli.commands import profile as profile_command
 from thor_dflash.core.errors import EngineError
 
 
@@ -24,7 +24,7 @@ def profile(tmp_path: Path, *more: str) -> int:
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
     """Let the answer number `call` end with an error; the warm-up is number 1."""
-    answer, calls = profile_verb._answer, [0]
+    answer, calls = profile_command._answer, [0]
 
     def answered(*of: Any) -> Any:
         calls[0] += 1
@@ -32,7 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) ->
             raise error
         return answer(*of)
 
-    monkeypatch.setattr(profile_verb, "_answer", answered)
+    monkeypatch.setattr(profile_command, "_answer", answered)
 
 
 FAULT = EngineError("cuLaunchKernel must succeed\n(got 700)")
@@ -76,7 +76,7 @@ def test_the_error_is_reported_though_stdout_is_gone(
         raise BrokenPipeError
 
     failing(monkeypatch, 4, FAULT)
-    monkeypatch.setattr(profile_verb, "table", gone)
+    monkeypatch.setattr(profile_command, "table", gone)
     drawn = tmp_path / "x.html"
     assert profile(tmp_path, "--runs", "3", "--html", str(drawn)) == 2
     assert capsys.readouterr().err.endswith("thor-dflash: cuLaunchKernel must succeed (got 700)\n")
@@ -106,7 +106,7 @@ def test_a_cycle_that_cannot_be_taken_apart_takes_no_answer_with_it(
     def inside(*_: object) -> None:
         raise FAULT
 
-    monkeypatch.setattr(profile_verb, "_inside", inside)
+    monkeypatch.setattr(profile_command, "_inside", inside)
     assert profile(tmp_path, "--runs", "2", "--trace", str(tmp_path / "x.json")) == 2
     out, err = capsys.readouterr()
     assert "note: ended after 2 of 2 runs: cuLaunchKernel must succeed (got 700)" in out

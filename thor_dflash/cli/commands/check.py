@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from thor_dflash.cli import output_files
-from thor_dflash.cli.commands import score as score_verb
+from thor_dflash.cli.commands import score as score_command
 from thor_dflash.cli.input_files import in_vocabulary, read_tokens
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.tree import Config
@@ -97,7 +97,7 @@ def _make(args: Namespace, session: Session, tokens: tuple[int, ...], progress: 
     from thor_dflash.calib.check.golden import arrays
 
     golden = make(session, tracer(session, args.package), tokens, progress)
-    score_verb.write(args.make_golden, arrays(golden))
+    score_command.write(args.make_golden, arrays(golden))
     progress.close()
     values = f"{len(golden.values)} values of the first block"
     print(f"{args.make_golden}: logits of {len(tokens)} tokens, {values}")
