@@ -39,15 +39,6 @@ LARGEST = 2**31 - 1
 """Largest value of an integer field, most bytes of a graph, and most elements of a tensor."""
 
 
-def source_problems(model: onnx.ModelProto) -> list[str]:
-    """List the problems of a graph for ONNX Runtime; empty if there are none.
-
-    Its custom nodes must have function bodies, which TensorRT must never use.
-    """
-    known = {(f.name, f.overload): f for f in model.functions}
-    return [*_every(model), *_bodies(model, known)]
-
-
 def deployed_problems(model: onnx.ModelProto) -> list[str]:
     """List the problems of a deployment graph; empty if there are none."""
     found = [*_every(model), *_types(model), *_dense(model)]
@@ -105,19 +96,6 @@ def _order(graph: onnx.GraphProto) -> Iterator[str]:
     yield from (f"output {o.name} that nothing makes" for o in graph.output if o.name not in made)
 
 
-def _bodies(
-    model: onnx.ModelProto, known: dict[tuple[str, str], onnx.FunctionProto]
-) -> Iterator[str]:
-    for node in model.graph.node:
-        if node.domain != DOMAIN:
-            continue
-        body = known.get((node.op_type, node.overload))
-        if body is None:
-            yield f"{node.op_type} {node.name}: no body"
-        elif (len(body.input), len(body.output)) != (len(node.input), len(node.output)):
-            yield f"{node.op_type} {node.name}: not as many inputs and outputs as its body"
-
-
 def _types(model: onnx.ModelProto) -> Iterator[str]:
     graph = model.graph
     kinds = {v.name: v.type.tensor_type for v in (*graph.input, *graph.output, *graph.value_info)}
@@ -151,14 +129,3 @@ def _dense(model: onnx.ModelProto) -> Iterator[str]:
 def readers(model: onnx.ModelProto) -> Counter[str]:
     """Return how many nodes read each value."""
     return Counter(name for node in model.graph.node for name in set(node.input))
-
-
-def without_files(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with external tensors as inputs: onnx.checker would need their files."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for tensor in [t for t in copy.graph.initializer if t.data_location == TensorProto.EXTERNAL]:
-        kind = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        copy.graph.input.append(kind)
-        copy.graph.initializer.remove(tensor)
-    return copy

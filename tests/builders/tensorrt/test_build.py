@@ -30,7 +30,6 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Program
 from thor_dflash.plugins.contract import DOMAIN, NEXT
-from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.plugins.tensorrt.node import fingerprint, parse
 from thor_dflash.runtime.decoding.model_runner import cache_rows, ring_rows
@@ -212,17 +211,6 @@ def test_the_builder_is_given_these_settings_and_no_others_by_default(nano: Reco
         assert config.profiling_verbosity == recorder.ProfilingVerbosity.DETAILED
         assert (config.builder_optimization_level, config.max_aux_streams) == (3, 0)
         assert config.ignore_mismatch is False
-
-
-def test_a_description_says_what_made_the_engine(nano: Recorded) -> None:
-    description = nano.description("verify")
-    assert description.made.tensorrt == recorder.__version__
-    assert (description.made.device, description.made.capability) == ("NVIDIA Thor", (11, 0))
-    assert description.made.multiprocessors == THOR.multiprocessors
-    assert description.made.kernels == fingerprint()
-    assert description.tactics.keys() == {
-        layer.name for layer in nano.engines["verify"].network.layers
-    }
 
 
 def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) -> None:

@@ -17,14 +17,8 @@ from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import parser_rules
 from thor_dflash.builders.tensorrt.package import plan_engines
-from thor_dflash.builders.tensorrt.parser_rules import (
-    deployed_problems,
-    source_problems,
-    without_files,
-)
-from thor_dflash.config.build import BuildConfig
+from thor_dflash.builders.tensorrt.parser_rules import deployed_problems
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.contract import DOMAIN
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +48,15 @@ def test_deployment_graphs_obey_the_parser_and_onnx(deployed: dict[str, onnx.Mod
         onnx.checker.check_model(without_files(model), full_check=True)
 
 
-@pytest.mark.parametrize("engine", ["ort", "tensorrt"])
-def test_source_graphs_obey_the_parser_and_onnx(engine: str) -> None:
-    config = BuildConfig(engine=engine, capacity=512)  # type: ignore[arg-type]
-    plan = make_plan(read_target(NANO / "target"), read_drafter(NANO / "drafter"), config)
-    for graph in plan.graphs:
-        model = graph.proto()
-        assert not source_problems(model), graph.name
-        onnx.checker.check_model(without_files(model))
+def without_files(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with external tensors as inputs: onnx.checker would need their files."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for tensor in [t for t in copy.graph.initializer if t.data_location == TensorProto.EXTERNAL]:
+        kind = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        copy.graph.input.append(kind)
+        copy.graph.initializer.remove(tensor)
+    return copy
 
 
 def test_no_type_of_ours_is_one_of_onnx_or_of_tensorrt() -> None:
@@ -156,18 +151,6 @@ def test_a_graph_of_too_many_bytes_is_named(
     for most, problems in ((size, []), (size - 1, [f"{size} bytes, more than {size - 1}"])):
         monkeypatch.setattr(parser_rules, "LARGEST", most)
         assert [p for p in deployed_problems(model) if "bytes" in p] == problems
-
-
-def test_a_body_that_does_not_fit_its_call_is_named() -> None:
-    config = BuildConfig(engine="ort", capacity=512)
-    plan = make_plan(read_target(NANO / "target"), None, config)
-    model = plan.graphs[0].proto()
-    node = next(n for n in model.graph.node if n.domain == DOMAIN)
-    body = next(f for f in model.functions if (f.name, f.overload) == (node.op_type, node.overload))
-    body.input.append("more")
-    assert any("not as many inputs" in p for p in source_problems(model))
-    model.functions.remove(body)
-    assert any("no body" in p for p in source_problems(model))
 
 
 def test_a_graph_that_breaks_a_rule_is_not_built(

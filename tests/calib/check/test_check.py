@@ -117,15 +117,6 @@ def test_every_size_of_a_prefill_step_is_walked(tmp_path: Path) -> None:
     }
 
 
-def test_an_observe_step_is_walked_with_the_taps_of_a_prefill_step_of_its_size() -> None:
-    with closing(open_session(constrained_model.package(16, (8, 64)), THREAD, Silent())) as s:
-        for name, rows in (("observe_chunk", 16), ("observe_chunk.chunk8", 8)):
-            call = walks(s.model)[name]([1, 2, 3, 4, 5], 0)
-            taps = s.model.engine.read(call.inputs["taps"])
-            assert len(taps) == rows
-            assert np.abs(taps[:5]).max(axis=1).all()
-
-
 @pytest.mark.parametrize("kv", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_rounding_is_no_fault(kv: str) -> None:
     report = checked(directory(session(kv=kv, dialect="modelopt")), None)  # type: ignore[arg-type]
