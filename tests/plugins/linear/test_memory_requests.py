@@ -16,11 +16,10 @@ from support import kernel_runner
 from support.kernel_cases import cases_of
 from support.linear_shapes import N4, SHAPES
 
-from thor_dflash.core.tensors import Array, DType
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.launch import THOR, Shaped
+from thor_dflash.plugins.launch import THOR
 from thor_dflash.plugins.linear import decode_launch
-from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import PackedLayout, WeightKind, _layout
 from thor_dflash.plugins.linear.partition import Partition, WorkTile, first_tiles, partition
 
@@ -228,13 +227,3 @@ def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, load
     defines = {"PREFILL": int(not row_tiles), **(known | COMMON if row_tiles else {})}
     runner.probe("load_probes.cu", kernel, memory, found, shared=16_384, **defines)
     assert found.tolist() == [[loads, 0]] * 32
-
-
-@pytest.mark.parametrize(("head_dim", "blocks"), [(5120, 1), (128, 3)])
-def test_blocks_share_a_row_unless_each_would_need_all_of_it(head_dim: int, blocks: int) -> None:
-    """Before a norm over the whole row, each of them would add up the squares of all columns."""
-    rows, weight = Shaped(DType.BF16, (4, 5120)), Shaped(DType.BF16, (64, 5120))
-    inputs = {"x": rows, "norm_weight": Shaped(DType.BF16, (head_dim,)), "weight0": weight}
-    site = kernel_runner.site_of(LINEAR, {"head_dim": head_dim}, inputs)
-    before, _ = launches(kernel_runner.packed(site, {})[0], THOR)
-    assert before.grid == (4, blocks, 1)
