@@ -72,8 +72,8 @@ def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
     for stream in streams:  # the first had begun, the second had not
         with pytest.raises(PlanError, match=r"must answer \(got none: the client was closed\)"):
             next(stream)
-    books = server._handlers.scheduler
-    until(lambda: books.running is None or books.running.stop)
+    scheduler = server._handlers.scheduler
+    until(lambda: scheduler.running is None or scheduler.running.stop)
     held.let()
     until(lambda: held.ended)
     assert held.ended == ["cancelled"]

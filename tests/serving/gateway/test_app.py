@@ -136,7 +136,7 @@ def test_without_a_server_it_says_so(house: Any) -> None:
 @pytest.mark.parametrize(
     ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
 )
-def test_nobody_is_told_to_come_back_too_early(ms: float, seconds: str) -> None:
+def test_retry_after_is_never_too_early(ms: float, seconds: str) -> None:
     busy = PlanError("busy", "later", retry_after_ms=ms)
     assert gateway_module._refused(busy).headers["retry-after"] == seconds
     assert "retry-after" not in gateway_module._refused(PlanError("busy", "later")).headers

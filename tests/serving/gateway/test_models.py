@@ -28,7 +28,7 @@ class Named(MockBackend):
         return replace(super().about, model=NAME)
 
 
-def told(address: str, path: str) -> tuple[int, Any, str | None]:
+def reply_of(address: str, path: str) -> tuple[int, Any, str | None]:
     """Status, body and `x-should-retry` of an answer."""
     asker = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
     asker.request("GET", path)
@@ -46,24 +46,24 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", [quote(NAME), quote(NAME, safe="")])
-def test_a_model_is_told_as_in_the_list(house: Any, path: str) -> None:
+def test_a_model_is_described_as_in_the_list(house: Any, path: str) -> None:
     servers = (house.mock(), house.serve(Named(ServeConfig())))
     with gateway(*(server.endpoints[0] for server in servers)) as address:
-        status, one, _ = told(address, f"/v1/models/{path}")
+        status, one, _ = reply_of(address, f"/v1/models/{path}")
         assert (status, one["id"], one["object"]) == (200, NAME, "model")
-        until(lambda: len(told(address, "/v1/models")[1]["data"]) == 2)
-        listed = told(address, "/v1/models")[1]["data"]
+        until(lambda: len(reply_of(address, "/v1/models")[1]["data"]) == 2)
+        listed = reply_of(address, "/v1/models")[1]["data"]
         assert one in listed
-        assert told(address, "/v1/models/")[1]["data"] == listed
+        assert reply_of(address, "/v1/models/")[1]["data"] == listed
         with client(address) as openai:
             assert [openai.models.retrieve(name).id for name in ("mock", NAME)] == ["mock", NAME]
 
 
-def test_a_model_of_a_server_that_does_not_answer_is_not_said_to_be_none(
+def test_a_model_of_a_server_that_does_not_answer_is_not_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never(monkeypatch)
     monkeypatch.setattr(server_pool, "SOON_S", 0.1)
     with gateway("ipc:///nowhere/plan") as address:
-        status, body, again = told(address, "/v1/models/mock")
+        status, body, again = reply_of(address, "/v1/models/mock")
         assert (status, body["error"]["code"], again) == (503, "unreachable", "true")

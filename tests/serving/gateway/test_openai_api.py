@@ -107,7 +107,7 @@ def test_null_is_kept_where_it_says_something() -> None:
 
 
 def test_what_is_taken_without_effect_has_none() -> None:
-    told = DOCUMENT.partition("Taken, and without effect:")[2].partition(".\n")[0]
+    found = DOCUMENT.partition("Taken, and without effect:")[2].partition(".\n")[0]
     plain = {"type": "json_schema", "json_schema": {"schema": {}}}
     more = {"type": "json_schema", "json_schema": {"schema": {}, "strict": False, "name": "a"}}
     named = [{**CHAT[0], "name": "Ann"}]
@@ -115,7 +115,7 @@ def test_what_is_taken_without_effect_has_none() -> None:
         bare = {"messages": CHAT, "response_format": plain}
         asks = [plan_request(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
         assert asks[0] == asks[1]
-        assert f"`{next(iter(extra))}" in told
+        assert f"`{next(iter(extra))}" in found
 
 
 @pytest.mark.parametrize(
@@ -129,18 +129,18 @@ def test_what_is_taken_without_effect_has_none() -> None:
 )
 def test_a_refusal_of_a_server_names_what_the_client_sent(field: str, param: str) -> None:
     refusal = PlanError("bad_request", f"{field} must be {field}", field=field)
-    told = error(refusal, read(msgspec.json.encode({"messages": CHAT})))["error"]
-    assert (told["param"], told["message"]) == (param, f"{param} must be {field}")
+    found = error(refusal, read(msgspec.json.encode({"messages": CHAT})))["error"]
+    assert (found["param"], found["message"]) == (param, f"{param} must be {field}")
 
 
 def test_the_statuses_are_what_the_document_says() -> None:
     text = DOCUMENT.partition("Errors are OpenAI's")[2].partition(". `Retry-After`")[0]
-    told = {
+    found = {
         word: int(status)
         for status, words in re.findall(r"(\d{3})\s\(([^)]*)\)", text)
         for word in re.findall(r"`(\w+)`", words)
     }
-    assert told == {code: status for code, status in STATUS.items() if status != 400}
+    assert found == {code: status for code, status in STATUS.items() if status != 400}
 
 
 def test_the_latencies_are_what_the_document_says() -> None:
@@ -160,9 +160,9 @@ def test_every_number_of_a_server_is_under_a_name_of_its_own() -> None:
     }  # fmt: skip
     rows = metrics.render([("a", stats), ("b", None)]).decode().splitlines()
     pairs = [row.rsplit(" ", 1) for row in rows if row.startswith("thor_dflash:")]
-    told = {name.removeprefix("thor_dflash:"): float(value) for name, value in pairs}
+    found = {name.removeprefix("thor_dflash:"): float(value) for name, value in pairs}
     quantile = 'quantile="0.50",server="a"'
-    assert told == {
+    assert found == {
         'up{server="a"}': 1,
         'up{server="b"}': 0,
         'spec_decode_num_drafts_total{server="a"}': 1,

@@ -70,23 +70,23 @@ def test_a_stream_of_which_pieces_were_dropped_ends_with_an_error(house: Any, lo
     with gateway(house.skipping(lost).endpoints[0]) as address:
         asked = urllib.request.Request(f"{address}/v1/chat/completions", body, JSON)
         with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
-            told = [msgspec.json.decode(line[6:]) for line in reply.read().split(b"\n\n") if line]
-    assert len(told) == 1 + lost + 1, "the role, what came before the gap, and why it ends"
-    assert told[-1]["error"]["message"].endswith("pieces of the stream (got 1 less)")
-    assert told[-1]["error"]["code"] == "cancelled"
+            found = [msgspec.json.decode(line[6:]) for line in reply.read().split(b"\n\n") if line]
+    assert len(found) == 1 + lost + 1, "the role, what came before the gap, and why it ends"
+    assert found[-1]["error"]["message"].endswith("pieces of the stream (got 1 less)")
+    assert found[-1]["error"]["code"] == "cancelled"
 
 
 @pytest.mark.parametrize(
-    ("told", "status"),
+    ("found", "status"),
     [([None, {"ready": True}], 200), ([{"ready": False}, None], 503), ([None], 503)],
 )
 def test_a_gateway_is_healthy_while_one_of_its_servers_takes_plans(
-    told: list[Any], status: int
+    found: list[Any], status: int
 ) -> None:
     class Told:
         async def everywhere(self, op: str) -> list[Any]:
-            members = (type("Member", (), {"endpoint": f"{n}"}) for n in range(len(told)))
-            return list(zip(members, told, strict=True))
+            members = (type("Member", (), {"endpoint": f"{n}"}) for n in range(len(found)))
+            return list(zip(members, found, strict=True))
 
     gateway = Gateway(GatewayConfig())
     gateway._pool = Told()  # type: ignore[assignment]

@@ -22,9 +22,9 @@ def asked(address: str, host: str, path: str = "/v1/chat/completions") -> tuple[
     post = path.endswith("completions")
     page.request("POST" if post else "GET", path, BODY if post else None, {**JSON, "Host": host})
     reply = page.getresponse()
-    told = reply.read()
+    body = reply.read()
     page.close()
-    return reply.status, told
+    return reply.status, body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/health", "/metrics"])
@@ -33,9 +33,9 @@ def test_a_page_whose_name_leads_here_is_refused(house: Any, path: str) -> None:
     wrong = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "8.8.8.8:80", "[::", "")
     with gateway(server.endpoints[0]) as address:
         for host in wrong:
-            status, told = asked(address, host, path)
+            status, body = asked(address, host, path)
             assert status == 421, host
-            message = msgspec.json.decode(told)["error"]["message"]
+            message = msgspec.json.decode(body)["error"]["message"]
             assert message.endswith(f"without gateway.insecure (got {host or 'none'})")
         for host in ("localhost", "LOCALHOST:1", "127.1.2.3:9", "[::1]:8000"):
             assert asked(address, host, "/v1/models")[0] == 200, host
@@ -70,8 +70,8 @@ def test_a_client_that_asks_first_is_refused_before_it_sends(house: Any) -> None
         with socket.create_connection((host, int(port)), timeout=20) as one:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\n"
             one.sendall(f"{head}Content-Type: text/plain\r\nContent-Length: 9\r\n\r\n".encode())
-            told = b"".join(iter(lambda: one.recv(1 << 16), b""))
-        assert told.startswith(b"HTTP/1.1 400 ")
+            body = b"".join(iter(lambda: one.recv(1 << 16), b""))
+        assert body.startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_probe_that_names_no_host_is_answered(house: Any) -> None:
@@ -93,8 +93,8 @@ def test_a_body_that_never_ends_is_refused(house: Any, monkeypatch: pytest.Monke
             head += f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
             slow.sendall(head.encode() + BODY[:5])
             begun = time.monotonic()
-            told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+            body = b"".join(iter(lambda: slow.recv(1 << 16), b""))
             assert time.monotonic() - begun < 4, "nobody waits for the rest"
-            assert told.startswith(b"HTTP/1.1 400 ")
-            assert b"the body must come within 0.2 s (got 5 bytes of it)" in told
+            assert body.startswith(b"HTTP/1.1 400 ")
+            assert b"the body must come within 0.2 s (got 5 bytes of it)" in body
         assert asked(address, host)[0] == 200

@@ -174,8 +174,8 @@ class Unwritten:
 
 
 @pytest.mark.parametrize("large", [["x" * 50, "y" * 50, Unwritten()], {"x" * 90: Unwritten()}])
-def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
-    """To write out a megabyte of which only the first letters are shown would keep every other
+def test_of_a_large_value_no_more_is_written_than_is_shown(large: Any) -> None:
+    """To write out a megabyte of which only the first characters are shown would keep every other
     client waiting.
     """
     for head in (Head(op=large), Head(op="plan", v=large)):
@@ -187,7 +187,7 @@ def test_of_a_large_value_no_more_is_written_than_is_told(large: Any) -> None:
 
 @pytest.mark.parametrize("rest", ['": 1}', '\\ud800": 1}'], ids=["unknown", "torn"])
 @pytest.mark.parametrize("key", ["op", "endpoint"])
-def test_a_long_name_is_told_cut(key: str, rest: str) -> None:
+def test_a_long_name_is_cut(key: str, rest: str) -> None:
     body = f'{{"{key}": "plan", "{"q" * 2000}{rest}'.encode()
     head = codec.head_of(JSON, body)
     reader = groot.read if groot.is_groot(head) else codec.read

@@ -48,7 +48,7 @@ def outside(text: str) -> set[str]:
     return set(words(re.sub(r"\([^()]*\)", "", text)))
 
 
-def said(what: str, after: str = "") -> set[str]:
+def terms(what: str, after: str = "") -> set[str]:
     """The `outside` words of the paragraph or bullet that begins with `what` and `after`."""
     (found,) = re.findall(
         rf"^(?:\* )?`{what}`{re.escape(after)}(.*?)(?=\n\n|^\* )", TEXT, re.M | re.S
@@ -79,13 +79,13 @@ def test_every_operation_and_each_of_its_fields() -> None:
 
 def test_every_field_of_a_plan_and_its_default() -> None:
     fields = {field.encode_name: field for field in structs.fields(messages.PlanRequest)}
-    told: set[str] = set()
+    documented: set[str] = set()
     for first, default, text in rows("5. `plan`"):
-        told |= set(words(first))
+        documented |= set(words(first))
         if set(words(first)) == {"json_schema"}:
-            told |= {"response_format"} & set(re.findall(r"response_format", text))
+            documented |= {"response_format"} & set(re.findall(r"response_format", text))
         if "Also `" in text:
-            told |= {words(text[text.index("Also `") :])[0]}
+            documented |= {words(text[text.index("Also `") :])[0]}
         if default.startswith("`"):
             value = fields[words(first)[0]].default
             literal = words(default)[0]
@@ -93,7 +93,7 @@ def test_every_field_of_a_plan_and_its_default() -> None:
             assert value == (tuple(plain) if isinstance(plain, list) else plain), first
         elif default.isdecimal():
             assert fields[words(first)[0]].default == int(default)
-    assert told == fields.keys() - ENVELOPE
+    assert documented == fields.keys() - ENVELOPE
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct])
 
 def test_every_role_and_field_of_a_turn_is_named() -> None:
     (row,) = (row for row in rows("5. `plan`") if "messages" in words(row[0]))
-    told = set(re.sub(r"\W", " ", " ".join(words(row[2]))).split())
-    assert told == choices(messages.Role) | names(messages.Message)
+    documented = set(re.sub(r"\W", " ", " ".join(words(row[2]))).split())
+    assert documented == choices(messages.Role) | names(messages.Message)
 
 
-def test_what_hello_cannot_tell_before_a_model_is_there_is_said() -> None:
+def test_what_hello_lacks_before_a_model_is_there_is_documented() -> None:
     hello = server_description(ServeConfig(), None)
     (text,) = re.findall(r"^Before `ready`(.*?)\n\n", TEXT, re.M | re.S)
     null = {name for name, value in hello["limits"].items() if value is None}
@@ -142,11 +142,11 @@ def test_every_number_of_speculation_is_explained() -> None:
 
 def test_every_word_a_result_may_hold() -> None:
     hints = typing.get_type_hints(messages.Result)
-    assert said("finish_reason", ":") - {"max_tokens"} == choices(messages.Finish) - {
+    assert terms("finish_reason", ":") - {"max_tokens"} == choices(messages.Finish) - {
         "cancelled", "preempted",
     }  # fmt: skip
-    assert said("status", ":") == choices(messages.Status)
-    assert said("thinking_closed", ":") == choices(hints["thinking_closed"]) - {""}
+    assert terms("status", ":") == choices(messages.Status)
+    assert terms("thinking_closed", ":") == choices(hints["thinking_closed"]) - {""}
 
 
 def test_every_chunk() -> None:
@@ -159,8 +159,8 @@ def test_every_chunk() -> None:
 
 
 def test_every_error_and_its_fields() -> None:
-    told = {word for row in rows("7. Errors") for word in words(row[0])}
-    assert told == CODES - {"unreachable"}
+    documented = {word for row in rows("7. Errors") for word in words(row[0])}
+    assert documented == CODES - {"unreachable"}
     assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
         messages.ErrorReply
     ) - {"v", "id", "seq"}
@@ -172,7 +172,7 @@ def test_what_may_be_asked_again_is_what_the_contract_says() -> None:
 
 
 def test_every_state() -> None:
-    assert said("state", ":") == choices(messages.State)
+    assert terms("state", ":") == choices(messages.State)
 
 
 def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) -> None:
@@ -185,20 +185,20 @@ def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) 
         "prefix.put": {"prefix_id": "p", "system": "You plan.", "persist": True},
         "prefix.drop": {"prefix_id": "p"},
     }
-    told: dict[str, dict[str, Any]] = {}
+    documented: dict[str, dict[str, Any]] = {}
     for op in (*(OPERATIONS.keys() - {"plan", "drain", "shutdown"}), "drain", "shutdown"):
-        told[op] = peer.ask(op=op, id=op, **asked.get(op, {}))
-        fields = told[op].keys() - {"v", "id", "type", "seq"}
+        documented[op] = peer.ask(op=op, id=op, **asked.get(op, {}))
+        fields = documented[op].keys() - {"v", "id", "type", "seq"}
         text = OPERATIONS[op][2]
         allowed = outside(text) - {"ack", "prefix.put", "finish_reason"}
         assert fields <= allowed, op
         assert fields == allowed, op
-    hello, stats = told["hello"], told["stats"]
+    hello, stats = documented["hello"], documented["stats"]
     for name, table in (("server", hello), ("defaults", hello), ("device", hello),
                         ("device", stats)):  # fmt: skip
         op = "hello" if table is hello else "stats"
         (inside,) = re.findall(rf"`{name}` \(([^()]*)\)", OPERATIONS[op][2])
         assert set(words(inside)) == table[name].keys(), (op, name)
-    assert said("limits", ":") - {"serve.cancel_ms"} >= hello["limits"].keys()
+    assert terms("limits", ":") - {"serve.cancel_ms"} >= hello["limits"].keys()
     (model,) = re.findall(r"^`model`, null before `ready`:(.*?)\n\n", TEXT, re.M | re.S)
     assert outside(model) == hello["model"].keys()

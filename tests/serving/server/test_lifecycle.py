@@ -24,7 +24,7 @@ def stepping(since_s: float) -> Lifecycle:
     return Lifecycle(WATCHDOG_S, MockBackend(ServeConfig()), heartbeat=heartbeat)
 
 
-def test_a_step_that_hangs_is_told_of_a_server_that_drains_too() -> None:
+def test_a_draining_server_is_degraded_by_a_step_that_hangs() -> None:
     # A client that waits for the drained server to end must learn that it may never do so.
     lifecycle = stepping(LATE_S + 60)
     lifecycle.draining = True
@@ -39,7 +39,7 @@ def test_a_step_is_late_by_its_share_of_the_watchdogs_time(since_s: float, word:
     assert stepping(since_s).state(busy=True) == word
 
 
-def test_a_fault_is_told_before_everything_else() -> None:
+def test_failed_is_the_first_state() -> None:
     lifecycle = stepping(LATE_S + 60)
     lifecycle.draining, lifecycle.failed = True, ModelFault("what happened")
     assert lifecycle.state(busy=True) == "failed"

@@ -110,8 +110,8 @@ def test_lines_that_a_full_log_lost_are_counted() -> None:
         say("here\n")
         say("again")
         assert say.close()
-        told = log.read(4096)
-    assert told == b"2 lines of this log could not be written\nhere\nagain\n"
+        logged = log.read(4096)
+    assert logged == b"2 lines of this log could not be written\nhere\nagain\n"
 
 
 def test_systemd_is_notified(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""The protocol over sockets, with a mock or with a backend that takes a step when told to."""
+"""The protocol over sockets, with a mock or a backend whose steps a test permits."""
 
 from __future__ import annotations
 
@@ -109,19 +109,19 @@ def test_a_stream_is_numbered_and_ends_with_the_whole(house: Any) -> None:
     while events[-1]["type"] == "chunk":
         events.append(peer.receive())
     assert [event["seq"] for event in events] == list(range(len(events)))
-    said = {
+    joined = {
         kind: "".join(e["text"] for e in events[:-1] if e["kind"] == kind)
         for kind in ("text", "thinking")
     }
     last = events[-1]
-    assert said["text"].rstrip() == last["text"]
-    assert said["thinking"] == last["thinking"]
+    assert joined["text"].rstrip() == last["text"]
+    assert joined["thinking"] == last["thinking"]
     steps = [event for event in events[:-1] if event["kind"] == "step"]
     assert [step["step"] for step in steps] == last["plan"]["steps"]
     assert [step["index"] for step in steps] == [0, 1, 2]
 
 
-def test_what_a_schema_refuses_is_told(house: Any) -> None:
+def test_a_plan_that_its_schema_refuses_is_an_error(house: Any) -> None:
     peer = house.peer(house.mock())
     wrong: dict[str, Any] = {"type": "object", "required": ["colour"]}
     reply = peer.ask(**SMALL, id="p", json_schema=wrong)

@@ -51,7 +51,7 @@ def test_the_end_waits_for_no_backend_that_nobody_will_use(stops: int) -> None:
     assert server.ended(20)
 
 
-def test_a_second_stop_is_heard_while_threads_are_waited_for() -> None:
+def test_a_second_stop_is_obeyed_while_threads_are_waited_for() -> None:
     class Long(MockBackend):
         def close(self) -> None:
             closing.set()
@@ -143,20 +143,20 @@ def test_a_signal_in_the_midst_of_loading_is_an_end_in_order(
     ours, theirs = pty.openpty()  # on a terminal there are progress bars, which hide the cursor
     with subprocess.Popen(serving_of(tmp_path, ""), stderr=theirs) as child:
         os.close(theirs)
-        said = b""
-        while b"in the midst" not in said:
-            said += os.read(ours, 4096)
+        output = b""
+        while b"in the midst" not in output:
+            output += os.read(ours, 4096)
         for number in signals:
             child.send_signal(number)
         with suppress(OSError):  # raised at the end of a pseudo-terminal
             while more := os.read(ours, 4096):
-                said += more
+                output += more
         os.close(ours)
-    assert child.returncode == 0, said
-    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l"), "the cursor is back"
+    assert child.returncode == 0, output
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l"), "the cursor is back"
 
 
-def test_a_fault_is_told_though_a_thread_goes_on(tmp_path: Path) -> None:
+def test_a_fault_is_printed_though_a_thread_goes_on(tmp_path: Path) -> None:
     script = "serve._load = fail; server.Server.ended = lambda self, within_s=0.0: False"
     done = subprocess.run(serving_of(tmp_path, script), capture_output=True, text=True)
     assert done.stderr.splitlines()[1:] == ["thor-dflash: it must load"]

@@ -57,19 +57,19 @@ def test_what_happens_is_written_down_and_prompts_are_not(house: Any, tmp_path: 
     finished = peer.ask(op="stats", id="s")["finished"]
     assert finished == {"preempted": 1, "cancelled": 2, "stop": 1}
     house.close()
-    told = lines(path)
-    assert [t["t"] for t in told] == sorted(t["t"] for t in told)
-    assert [(t["event"], t.get("id")) for t in told if "id" in t] == [
+    found = lines(path)
+    assert [t["t"] for t in found] == sorted(t["t"] for t in found)
+    assert [(t["event"], t.get("id")) for t in found if "id" in t] == [
         ("arrived", "a"), ("begun", "a"), ("arrived", "0"), ("arrived", "1"), ("refused", "0"),
         ("cancel", "1"), ("refused", "1"), ("arrived", "b"), ("cancel", "b"), ("refused", "b"),
         ("answered", "a"), ("arrived", "p"), ("begun", "p"), ("pinned", "p"),
     ]  # fmt: skip
-    states = [t["state"] for t in told if t["event"] == "state"]
+    states = [t["state"] for t in found if t["event"] == "state"]
     assert states[-1] == "draining"
     assert "ready" in states
     assert "busy" in states
-    assert next(t for t in told if t["event"] == "answered")["usage"]["output_tokens"] > 0
-    assert told[-1]["event"] == "ended"
+    assert next(t for t in found if t["event"] == "answered")["usage"]["output_tokens"] > 0
+    assert found[-1]["event"] == "ended"
     assert "secret" not in path.read_text()
 
 
@@ -82,8 +82,8 @@ def test_what_is_refused_at_the_door_is_written_down_too(house: Any, tmp_path: P
     checked = {"op": "validate", "prompt": "x", "json_schema": {"type": 1}}
     assert peer.ask(**checked, id="d")["code"] == "schema_invalid"  # found by another thread
     house.close()
-    told = [(t.get("id"), t["code"]) for t in lines(path) if t["event"] == "refused"]
-    assert told == [("b", "stale"), ("c", "bad_request"), ("d", "schema_invalid")]
+    found = [(t.get("id"), t["code"]) for t in lines(path) if t["event"] == "refused"]
+    assert found == [("b", "stale"), ("c", "bad_request"), ("d", "schema_invalid")]
 
 
 def test_events_are_appended_and_what_is_null_left_out(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_pa
     first, second = sorted((tmp_path / "traces").iterdir())
     assert first.name.endswith("-.._slow.trace.json")
     assert second.name.endswith("-slow2.trace.json")
-    told = json.loads(first.read_text())
-    steps = told["traceEvents"]
+    found = json.loads(first.read_text())
+    steps = found["traceEvents"]
     names = [step["name"] for step in steps]
     assert names[:3] == ["queued", "prefill", "thinking"]
     assert set(names[3:]) == {"answer"}
@@ -188,7 +188,7 @@ def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_pa
     ends = [step["ts"] + step["dur"] for step in steps]
     assert [step["ts"] for step in steps[1:]] == pytest.approx(ends[:-1])
     assert ends[-1] >= 60e3
-    assert told["otherData"]["result"][0]["output_tokens"] > 0
+    assert found["otherData"]["result"][0]["output_tokens"] > 0
 
 
 def test_no_plan_waits_for_the_disk_that_takes_a_trace(
@@ -240,13 +240,13 @@ def test_a_clock_that_was_set_back_costs_no_new_trace(
     assert own.exists()
 
 
-def test_the_device_is_told(house: Any) -> None:
+def test_the_device_is_described(house: Any) -> None:
     peer = house.peer(house.mock())
-    told = peer.ask(op="hello", id="h")["device"]
-    assert told["engine"] == "mock"
-    assert told["memory_mb"] > 0
+    found = peer.ask(op="hello", id="h")["device"]
+    assert found["engine"] == "mock"
+    assert found["memory_mb"] > 0
     now = peer.ask(op="stats", id="s")["device"]
-    assert 0 < now["resident_mb"] < told["memory_mb"]
+    assert 0 < now["resident_mb"] < found["memory_mb"]
     assert now["memory_available_mb"] > 0
 
 
@@ -260,9 +260,9 @@ def test_a_thor_is_known_by_its_files(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    told = host_info.describe("cuda", tmp_path)
-    assert told["name"] == "NVIDIA Jetson AGX Thor Developer Kit"
-    assert told["memory_mb"] == 125829
+    found = host_info.describe("cuda", tmp_path)
+    assert found["name"] == "NVIDIA Jetson AGX Thor Developer Kit"
+    assert found["memory_mb"] == 125829
     now = host_info.now(tmp_path)
     assert (now["gpu_mhz"], now["emc_mhz"], now["memory_available_mb"]) == (1575, 4266, 98632)
     nothing = host_info.now(tmp_path / "empty")
@@ -278,13 +278,13 @@ def test_idle_time_before_each_step_is_left_to_others_and_counted(
     ask = PlanRequest(
         prompt="Pick the mug.", thinking="off", max_tokens=20, parts=("tokens", "timings")
     )
-    told = []
+    found = []
     for idle in (0, 700):
         backend = SessionBackend(session, ServeConfig(yield_us=idle))
-        told.append(LocalPlanner(backend).plan(ask))
-    assert told[0].tokens == told[1].tokens
-    assert told[1].spec
-    assert slept == [700e-6] * (told[1].spec.cycles + 1), "each cycle, and one prefill step"
+        found.append(LocalPlanner(backend).plan(ask))
+    assert found[0].tokens == found[1].tokens
+    assert found[1].spec
+    assert slept == [700e-6] * (found[1].spec.cycles + 1), "each cycle, and one prefill step"
     session.close()
 
 

@@ -42,7 +42,7 @@ def ran(backend: Any, *jobs: Job, load: Any = None) -> list[WorkerEvent]:
 
 
 @pytest.mark.parametrize("stop", ["cancelled", "preempted"])
-def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: Any) -> None:
+def test_a_stopped_plan_is_no_deadline_that_passed_since(stop: Any) -> None:
     backend, ask = MockBackend(ServeConfig()), messages.PlanRequest(id="a", prompt="x")
     job = Job(
         request=ask,
@@ -62,27 +62,27 @@ def test_who_was_stopped_is_told_so_though_the_deadline_has_passed_since(stop: A
 @pytest.mark.parametrize("begun", [0, ENGINE_NICENESS + 2])
 def test_the_engine_lets_other_threads_go_first(begun: int) -> None:
     """And does so before it loads: threads inherit the priority of the thread that makes them."""
-    told: list[int] = []
+    niceness: list[int] = []
 
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def load() -> Backend:
-        told.append(nice())
+        niceness.append(nice())
         return MockBackend(ServeConfig())
 
     def begin() -> None:
         least = max(nice(), begun)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), least)
-        told.append(max(least, ENGINE_NICENESS))
+        niceness.append(max(least, ENGINE_NICENESS))
         ran(None, load=load)
 
     before = nice()
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join(20)
-    assert len(told) == 2
-    assert told[0] == told[1]
+    assert len(niceness) == 2
+    assert niceness[0] == niceness[1]
     assert nice() == before, "and nobody else is slowed down"
 
 

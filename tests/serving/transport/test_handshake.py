@@ -95,7 +95,7 @@ def refused(work: Callable[[], object]) -> None:
 
 @either
 @pytest.mark.parametrize("own", [True, False], ids=["wrong key", "no keys there"])
-def test_who_is_refused_is_told_at_once(kind: Any, own: bool, keys: Path) -> None:
+def test_a_refused_client_gets_its_error_at_once(kind: Any, own: bool, keys: Path) -> None:
     endpoint = f"ipc://{keys}/plan"
     options = Options(keys=str(keys / "theirs"), timeout_s=PATIENCE_S)
     curve = str(keys / "ours") if own else ""

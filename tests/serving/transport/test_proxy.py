@@ -37,7 +37,7 @@ def proxied(house: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("options", [{}, CORRELATE], ids=["plain", "correlated"])
-def test_clients_behind_a_proxy_are_told_apart(
+def test_clients_behind_a_proxy_are_distinguished(
     house: Any, proxied: tuple[Any, Any], options: dict[str, int]
 ) -> None:
     held, proxy = proxied

@@ -83,8 +83,8 @@ def run(*scripts: str) -> Sequence[subprocess.Popen[str]]:
 
 def test_a_process_outlives_a_peer_whose_messages_it_has_not_read() -> None:
     for process in run(SERVER, CLIENT):
-        _, said = process.communicate(timeout=60)
-        assert (process.returncode, said) == (0, "")
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.parametrize("options", [ROUTER_OPTIONS, SOCKET_OPTIONS], ids=["server", "client"])
