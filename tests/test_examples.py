@@ -80,6 +80,15 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
 
 
+def test_every_file_that_a_page_names_is_there() -> None:
+    tops = "plugins|runtime|serving|builders|calib|tests|thor_dflash"
+    named = re.compile(rf"\b(?:{tops})/[\w/]+\.(?:py|cuh?|jinja)\b")
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        if page.parent.name != "performance":  # commands of earlier days
+            files = named.findall(page.read_text(encoding="utf-8"))
+            assert not [file for file in files if not (ROOT / file).is_file()], page
+
+
 def test_the_page_on_commands_shows_every_command() -> None:
     shown = {words(command)[0] for command in commands(COMMANDS)} | {"demo", "keygen"}
     assert shown == {path.stem for path in COMMAND_FILES} - {"__init__"}
