@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from thor_dflash.config.tree import Config
 from thor_dflash.core import strict_records
@@ -94,9 +94,10 @@ def page() -> Iterator[str]:
 
 def _section(name: str, section: Any) -> Iterator[str]:
     nested = [f.name for f in fields(section) if is_dataclass(getattr(section, f.name))]
-    docs = field_docs(type(section))
+    cls = cast("type[object]", type(section))
+    docs = field_docs(cls)
     yield f"## `{name}`"
-    yield " ".join((type(section).__doc__ or "").split())
+    yield " ".join((cls.__doc__ or "").split())
     yield "\n| key | default | |\n|---|---|---|"
     for field in fields(section):
         if field.name in nested:

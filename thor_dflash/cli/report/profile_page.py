@@ -38,18 +38,23 @@ class SvgBar:
     kind: str = "bar"
 
 
+Line = tuple[float, float, float, float, str]
+"""x1, y1, x2, y2, CSS class."""
+Dot = tuple[float, float, str]
+"""x, y, tooltip."""
+Label = tuple[float, float, str, str]
+"""x, y, text, anchor; "name" for the name of a bar."""
+
+
 @dataclass(slots=True)
 class Drawing:
     """The shapes of an SVG, in its units."""
 
     height: float = HEIGHT
-    lines: list[tuple[float, float, float, float, str]] = field(default_factory=list)
-    """x1, y1, x2, y2, CSS class."""
-    bars: list[SvgBar] = field(default_factory=list)
-    dots: list[tuple[float, float, str]] = field(default_factory=list)
-    """x, y, tooltip."""
-    labels: list[tuple[float, float, str, str]] = field(default_factory=list)
-    """x, y, text, anchor; "name" for the name of a bar."""
+    lines: list[Line] = field(default_factory=list[Line])
+    bars: list[SvgBar] = field(default_factory=list[SvgBar])
+    dots: list[Dot] = field(default_factory=list[Dot])
+    labels: list[Label] = field(default_factory=list[Label])
 
 
 def page(found: Profile, base: Profile | None = None) -> str:
