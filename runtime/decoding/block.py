@@ -144,19 +144,20 @@ class DecodeProgress:
         return ended
 
 
-class Policy(Protocol):
-    """Shapes blocks and judges their results. Sees committed tokens, never touches state."""
+class Policy:
+    """Shapes blocks and judges their results; changes nothing by itself. Sees committed tokens,
+    never touches state.
+    """
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """Narrow the next block."""
-        ...
+        return block
 
     def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         """Return the rows to commit, 0..record.count; 0 ends the request because no token is legal.
-        `block` is the block as verified, after any look.
+        `block` is the block as verified, after any inspection of its drafts.
         """
-        ...
+        return record.count
 
     def observe(self, progress: DecodeProgress, committed: int) -> None:
         """Take note of what was committed: the last `committed` of progress.tokens."""
-        ...

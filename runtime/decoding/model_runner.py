@@ -79,7 +79,7 @@ class ModelRunner:
                 self._scratch(step, spec)
         self._written: tuple[int, ...] = ()
         """The tokens last written from the host."""
-        self._said: dict[str, int | float | tuple[int, ...]] = {}
+        self._values: dict[str, int | float | tuple[int, ...]] = {}
         """Values last written to some inputs; most do not change from one block to the next."""
         self._calls = {name: self._bind(name) for name in self.graphs}
         engine.prepare(list(self._calls.values()))
@@ -159,7 +159,7 @@ class ModelRunner:
     def write_first(self, context: int) -> None:
         """Limit how many positions before the block the drafter sees; 0: no limit."""
         oldest = self.state.length - context if context else 0
-        self._say("drafter.first", max(self.state.first, oldest))
+        self._write_changed("drafter.first", max(self.state.first, oldest))
 
     def hold(self, count: int) -> None:
         """Keep the taps of the `count` rows just committed for `catch_up`.
@@ -267,25 +267,25 @@ class ModelRunner:
             "soft_margin": block.soft_margin,
         }
         for name, value in numbers.items():
-            self._say(name, value)
+            self._write_changed(name, value)
         ends = tuple(sorted({*stop, *block.ends}))
         for name, ids in (("stop", ends), ("strict", relaxed.never)):
             self._set_ids(name, ids)
 
-    def _say(self, name: str, value: int | float) -> None:
+    def _write_changed(self, name: str, value: int | float) -> None:
         """Write a number unless it is unchanged. No other method may write this input."""
-        if self._said.get(name) != value:
-            self._said.pop(name, None)  # unknown if the write is interrupted
+        if self._values.get(name) != value:
+            self._values.pop(name, None)  # unknown if the write is interrupted
             self._set(name, value)
-            self._said[name] = value
+            self._values[name] = value
 
     def _set_ids(self, name: str, ids: Sequence[int]) -> None:
         """Write ids to an input, padded with -1."""
-        if self._said.get(name) != ids:
-            self._said.pop(name, None)  # as in _say
+        if self._values.get(name) != ids:
+            self._values.pop(name, None)  # as in _write_changed
             slots = self._inputs[name].spec.at({})[0]
             self._set(name, *ids, *[-1] * (slots - len(ids)))
-            self._said[name] = tuple(ids)
+            self._values[name] = tuple(ids)
 
 
 def _key(step: str, name: str) -> str:

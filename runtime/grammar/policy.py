@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.grammar.compiler import Grammar, Vocabulary
 
 FREE = -1
@@ -124,7 +124,7 @@ class Walk:
 
 
 @dataclass(slots=True)
-class Constrain:
+class Constrain(Policy):
     """The grammar policy of one request. See Policy in runtime/decoding/block.py."""
 
     grammar: Grammar

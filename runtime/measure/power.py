@@ -141,7 +141,7 @@ class PowerSampler:
             self._thread.join(PATIENCE)
             self.hung = self._thread.is_alive()
             if self.hung:
-                self._failed = f"a sensor said nothing for {PATIENCE} s"
+                self._failed = f"a sensor gave no reading for {PATIENCE} s"
 
     def rest(self) -> None:
         """Leave the board idle for REST seconds, to measure its idle power."""

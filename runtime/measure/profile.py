@@ -28,7 +28,7 @@ class ProfileSubject:
     version: str
     """Version of thor-dflash."""
     package: str
-    """sha256 of what its manifest says, with the hashes of its weights, but without when, where and
+    """sha256 of its manifest, with the hashes of its weights, but without when, where and
     by which version it was built.
     """
     engine: str

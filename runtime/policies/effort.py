@@ -25,7 +25,7 @@ def resolve_limits(
     """Resolve a budget. `close`: length of the closing message, tokens.
 
     Raises:
-        RequestError: the numbers leave no room for the message and one token after it.
+        RequestError: the numbers are too few for the message and one token after it.
     """
     budget = config.tokens if config.tokens >= 0 else effort_tokens(config.effort, card)
     reply = config.reply or _reply(config, card, budget, max_tokens)
@@ -82,7 +82,7 @@ def effort_tokens(name: str, card: ModelCard) -> int:
     }
     if not tiers[name]:
         raise RequestError(
-            'decode.budget.effort must be "", as the package has no model card that says how many '
-            f'tokens an effort is (got "{name}")'
+            'decode.budget.effort must be "", as the package has no model card with the tokens of '
+            f'an effort (got "{name}")'
         )
     return tiers[name]

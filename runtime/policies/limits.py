@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLimit:
+class TokenLimit(Policy):
     """Caps the last block."""
 
     max_tokens: int
@@ -23,10 +22,3 @@ class TokenLimit:
         # A block that closes the thinking has at least one row before the answer.
         left = self.max_answer - progress.answer_tokens + progress.thinking
         return block.capped(left, "max_answer")
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        """See Policy."""
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        """See Policy."""

@@ -1,6 +1,6 @@
 """Relaxed acceptance: near misses of the drafter are accepted inside the thinking block.
 
-The acceptance rules are those of the accept room. This file decides when they apply: while
+The acceptance rules are those of the accept operator. This file decides when they apply: while
 committed tokens are inside the thinking block, and in blocks that force nothing. Rows from the
 first drafted closing mark on are strict, so the answer is exact given the thinking.
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Policy, Reason
 
 
 @dataclass(frozen=True, slots=True)
-class RelaxedThinking:
+class RelaxedThinking(Policy):
     """Applies `relaxed` inside the thinking block."""
 
     relaxed: AcceptRule
@@ -29,10 +28,3 @@ class RelaxedThinking:
         return replace(
             block, relaxed=self.relaxed, reasons=(*block.reasons, Reason("relaxed", "thinking"))
         )
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        """See Policy."""
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        """See Policy."""

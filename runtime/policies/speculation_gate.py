@@ -19,7 +19,7 @@ from statistics import median
 from typing import Literal
 
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 
 GateMode = Literal["open", "shut", "probing"]
 
@@ -96,7 +96,7 @@ class StepCosts:
         return cycles * extra + (median(self._behind) if self._behind else 0.0)
 
 
-class SpeculationGate:
+class SpeculationGate(Policy):
     """Skips the drafter in blocks where it does not pay off. One per request."""
 
     def __init__(self, costs: StepCosts, clock: Callable[[], float], rule: GateRule) -> None:

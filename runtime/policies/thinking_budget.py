@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy, Reason
 
 WHY = "thinking budget"
 BudgetStage = Literal["think", "closing", "reply"]
@@ -32,7 +31,7 @@ class SoftClose:
 
 
 @dataclass(slots=True)
-class ThinkingBudget:
+class ThinkingBudget(Policy):
     """Closes thinking once it has used up its tokens. One per request."""
 
     limit: int
@@ -41,28 +40,24 @@ class ThinkingBudget:
     """Ids of the closing message."""
     soft: SoftClose | None = None
     _stage: BudgetStage = "think"
-    _said: int = field(default=0)
+    _closed: int = field(default=0)
     """Ids of `close` committed."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """See Policy."""
         self._advance(progress)
         if self._stage == "closing":
-            ids = self.close[self._said : self._said + block.cap]
+            ids = self.close[self._closed : self._closed + block.cap]
             return replace(block.forcing(ids, WHY), phase="closing")
         if self._stage == "think":
             done = len(progress.tokens)
             return self._soften(progress, block.capped(self.limit - done, WHY))
         return block
 
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        """See Policy."""
-        return record.count
-
     def observe(self, progress: DecodeProgress, committed: int) -> None:
         """See Policy."""
         if self._stage == "closing":
-            self._said += committed
+            self._closed += committed
 
     def _advance(self, progress: DecodeProgress) -> None:
         if self._stage == "think" and not progress.thinking:
@@ -70,8 +65,8 @@ class ThinkingBudget:
         if self._stage == "think" and len(progress.tokens) >= self.limit:
             self._stage = "closing"
             # If the last committed token is the message's first id, the message has begun already.
-            self._said = int(progress.tokens[-1:] == [self.close[0]])
-        if self._stage == "closing" and self._said >= len(self.close):
+            self._closed = int(progress.tokens[-1:] == [self.close[0]])
+        if self._stage == "closing" and self._closed >= len(self.close):
             self._stage = "reply"
 
     def _soften(self, progress: DecodeProgress, block: Block) -> Block:

@@ -151,12 +151,12 @@ class Admission:
     def _proposer(self, request: Request) -> Proposer:
         if request.drafter == "none":
             got = "drafter none" if self._model.manifest.drafter else "a package without a drafter"
-            for name, asked in (
+            for name, used in (
                 ("accept relaxed", request.relaxed is not None),
                 ("gate on", request.gate),
                 ("decode.draft options", request.draft != NO_DRAFT_LIMITS),
             ):
-                if asked:
+                if used:
                     raise RequestError(f"{name} must be used with a drafter (got {got})")
             return NoDrafter()
         drafter = self._model.manifest.drafter
@@ -234,7 +234,7 @@ class Admission:
                 f"decode.relaxed.k must be at most {vocab}, the vocabulary (got {config.k})"
             )
         ids = {*self._model.manifest.stop_tokens, *self._tokenizer.tools}
-        # The accept room never accepts a stop id of the request as a near miss, so those ids need
+        # The accept operator never accepts a stop id of the request as a near miss: those ids need
         # no slot here.
         never = tuple(sorted(ids - request.stop))
         slots = self._model.graphs["accept"].inputs["strict"].at({})[0]
@@ -260,13 +260,13 @@ def _budgeted(config: BudgetConfig) -> bool:
     Raises:
         RequestError: it asks for a soft close without a budget.
     """
-    asked = config.tokens >= 0 or bool(config.effort)
-    if config.close == "soft" and not asked:
+    budgeted = config.tokens >= 0 or bool(config.effort)
+    if config.close == "soft" and not budgeted:
         raise RequestError(
             "decode.budget.close must be hard unless decode.budget.tokens or decode.budget.effort "
             "sets a budget (got soft)"
         )
-    return asked
+    return budgeted
 
 
 def _check_stop(request: Request) -> None:

@@ -86,22 +86,12 @@ class PrefixCache:
         self._check(name, tokens)
         held = cached_length(len(tokens), self.model.chunk)
         need = self.bytes_of(held)
-        self._room(name, need)
+        self._check_fits(name, need)
         start = time.perf_counter()
         snapshot = self._read(tokens[:held], stopped)
         if snapshot is None:
             return None
-        spent = 1e3 * (time.perf_counter() - start)
-        return self._keep(
-            Prefix(
-                name=name,
-                tokens=tokens,
-                pinned=pinned,
-                snapshot=snapshot,
-                bytes=need,
-                build_ms=spent,
-            )
-        )
+        return self._keep(StoredPrefix(name, tokens, pinned, held), snapshot, need, start)
 
     def list(self) -> tuple[Prefix, ...]:
         """All prefixes, least recently used first."""
@@ -159,18 +149,8 @@ class PrefixCache:
         stored, snapshot = read_prefix(path, self.model, self.budget)
         need = self.bytes_of(stored.held)
         self._check(stored.name, stored.tokens)
-        self._room(stored.name, need)
-        spent = 1e3 * (time.perf_counter() - start)
-        return self._keep(
-            Prefix(
-                name=stored.name,
-                tokens=stored.tokens,
-                pinned=stored.pinned,
-                snapshot=snapshot,
-                bytes=need,
-                build_ms=spent,
-            )
-        )
+        self._check_fits(stored.name, need)
+        return self._keep(stored, snapshot, need, start)
 
     def _check(self, name: str, tokens: Sequence[int]) -> None:
         if not 0 < len(name) <= LONGEST_NAME:
@@ -180,14 +160,14 @@ class PrefixCache:
         limit, vocab = self.model.limit, self.model.manifest.target.vocab
         if not 0 < len(tokens) < limit:
             raise RequestError(
-                f"prefix must be 1 to {limit - 1} tokens, which leaves room for an answer "
+                f"prefix must be 1 to {limit - 1} tokens, so that an answer fits "
                 f"(got {len(tokens)})"
             )
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab:
                 raise RequestError(f"prefix[{i}] must be 0 to {vocab - 1} (got {token})")
 
-    def _room(self, name: str, need: int) -> None:
+    def _check_fits(self, name: str, need: int) -> None:
         """Refuse a prefix that would not fit even if every evictable one were evicted."""
         fixed = sum(p.bytes for p in self.list() if p.pinned and p.name != name)
         if fixed + need > self.budget:
@@ -196,7 +176,15 @@ class PrefixCache:
                 f"ones take {fixed} (got {need} bytes)"
             )
 
-    def _keep(self, prefix: Prefix) -> Prefix:
+    def _keep(self, stored: StoredPrefix, snapshot: Snapshot, need: int, start: float) -> Prefix:
+        prefix = Prefix(
+            name=stored.name,
+            tokens=stored.tokens,
+            pinned=stored.pinned,
+            snapshot=snapshot,
+            bytes=need,
+            build_ms=1e3 * (time.perf_counter() - start),
+        )
         with self._lock:
             self._kept.pop(prefix.name, None)
             over = sum(p.bytes for p in self._kept.values()) + prefix.bytes - self.budget

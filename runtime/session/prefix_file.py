@@ -37,7 +37,7 @@ HEADER = 16 << 20
 AGAIN = "put the prefix again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StoredPrefix:
     """The fields of a file besides the arrays."""
 

@@ -170,7 +170,7 @@ class Session:
         """
         if self._report is None:
             raise RequestError(
-                "report must be asked for after a request has ended (got a session where none has)"
+                "report must follow a request that has ended (got a session where none has)"
             )
         return self._report
 

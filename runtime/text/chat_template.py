@@ -85,7 +85,7 @@ class Template:
 
 
 class _Generation(Extension):
-    """The tag around what a model itself said, which only training makes use of."""
+    """The tag around a model's own output, which only training uses."""
 
     tags = {"generation"}  # noqa: RUF012  # declared so by jinja
 

@@ -18,7 +18,7 @@ def least_bytes(text: str) -> int:
 
 def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
     """Most bytes of normalised text in one token of a tokenizer.json; None if its contents give no
-    bound. `alphabet`: the letters of byte-level BPE.
+    bound. `alphabet`: the characters of byte-level BPE.
     """
     model, added = table["model"], table["added_tokens"]
     bounded = (
@@ -26,7 +26,7 @@ def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
         and _keeps(table["pre_tokenizer"])
         and model["type"] == "BPE"
         and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])
-        and alphabet <= model["vocab"].keys()  # else letters are dropped or merged into unknown
+        and alphabet <= model["vocab"].keys()  # else characters are dropped or merged into unknown
         and not any(token["lstrip"] or token["rstrip"] or token["normalized"] for token in added)
     )
     if not bounded:
@@ -36,7 +36,7 @@ def longest(table: dict[str, Any], alphabet: Set[str]) -> int | None:
 
 
 def _keeps(step: dict[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer maps every byte of a text to a letter and drops none."""
+    """Whether a pre-tokenizer maps every byte of a text to a character and drops none."""
     steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step or {"type": ""}]
     return any(s["type"] == "ByteLevel" for s in steps) and all(
         s["type"] == "ByteLevel" or (s["type"] == "Split" and s["behavior"] != "Removed")

@@ -136,12 +136,12 @@ class Tokenizer:
         table = json.loads(self._tokenizer.to_str())
         table["normalizer"], vocab = None, table["model"]["vocab"]
         for token in table["added_tokens"]:
-            nobody_s = f"\0added {token['id']}\0"
+            unspelt = f"\0added {token['id']}\0"
             # The tokenizer takes a token's id from the vocabulary if it is there, else the next
             # free id.
             if token["content"] in vocab:
-                vocab[nobody_s] = vocab.pop(token["content"])
-            token |= {"special": True, "normalized": False, "content": nobody_s}
+                vocab[unspelt] = vocab.pop(token["content"])
+            token |= {"special": True, "normalized": False, "content": unspelt}
         return json.dumps(table)
 
     def stream(self) -> Stream:
@@ -161,9 +161,9 @@ class Tokenizer:
         word = None if token in self._special else self._tokenizer.id_to_token(token)
         if word is None:
             return b""
-        if all(letter in _BYTES for letter in word):
-            return bytes(_BYTES[letter] for letter in word)
-        return word.encode()  # an added token with letters outside the byte alphabet
+        if all(char in _BYTES for char in word):
+            return bytes(_BYTES[char] for char in word)
+        return word.encode()  # an added token with characters outside the byte alphabet
 
 
 class Stream:
@@ -255,11 +255,11 @@ def _add_missing(tokenizer: HfTokenizer, directory: Path) -> frozenset[int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Letters of byte-level BPE: printable bytes stand for themselves, the rest from U+0100 on."""
+    """Characters of byte-level BPE: printable bytes are themselves, the rest begin at U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): byte for byte in plain}
-    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    chars = {chr(byte): byte for byte in plain}
+    return chars | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTES = _byte_alphabet()

@@ -116,7 +116,7 @@ class LatencyModel:
         tokens = max_tokens if whole else min(FIRST_STEP, max_tokens)
         return self.prefill_ms(prompt) + self.answer_ms(tokens)
 
-    def thinking_room(self, left_ms: float, prompt: int, max_tokens: int) -> int:
+    def thinking_tokens_left(self, left_ms: float, prompt: int, max_tokens: int) -> int:
         """Return how many thinking tokens leave time for the answer."""
         spare = left_ms - MARGIN * (self.prefill_ms(prompt) + self.answer_ms(max_tokens))
         if not self.cycle_ms:

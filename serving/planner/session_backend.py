@@ -219,7 +219,9 @@ class SessionBackend:
             return prompt, budget
         prefix = self.session.prefixes.find(prompt)
         new = len(prompt) - (prefix.held if prefix else 0)
-        if self._rates.thinking_room(left_ms, new, max_tokens) >= min(WORTH_THINKING, budget):
+        if self._rates.thinking_tokens_left(left_ms, new, max_tokens) >= min(
+            WORTH_THINKING, budget
+        ):
             return prompt, budget
         closed = self._render(messages, thinking=False)
         return tuple(self.tokenizer.encode_variant(closed, text, prompt)), 0
@@ -264,7 +266,7 @@ class SessionBackend:
         if left_ms is not None:
             # Recomputed now: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
-            spare = self._rates.thinking_room(left_ms, new, prepared.max_tokens)
+            spare = self._rates.thinking_tokens_left(left_ms, new, prepared.max_tokens)
             admitted = admitted.with_budget(spare)
         chunks = self.session.generate(admitted)
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.

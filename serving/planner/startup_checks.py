@@ -7,7 +7,7 @@ from thor_dflash.runtime.decoding.model_runner import ModelRunner
 
 
 def check_self_test(model: ModelRunner, prompt: int, answer: int) -> None:
-    """Refuse a context without room for the self-test; sizes in tokens.
+    """Refuse a context too short for the self-test; sizes in tokens.
 
     Raises:
         ConfigError: naming the capacity that is needed.
@@ -21,7 +21,7 @@ def check_self_test(model: ModelRunner, prompt: int, answer: int) -> None:
 
 
 def check_answer(max_tokens: int, model: ModelRunner, prompt: int, closing: int) -> None:
-    """Refuse a default length of answers for which a plan that takes all defaults has no room.
+    """Refuse a default length of answers for which a plan that takes all defaults has no space.
     `prompt` is that of the shortest plan, `closing` the message that closes its thinking, 0 without
     thinking; in tokens.
 

@@ -31,7 +31,6 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
@@ -51,7 +50,7 @@ FIRST, LAST = 2_000, 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class Forced(Policy):
     """Forces the ids of an answer, block by block."""
 
     answer: list[int]
@@ -60,13 +59,6 @@ class Forced:
         """See Policy."""
         at = len(progress.tokens)
         return block.forcing(self.answer[at : at + block.cap], "forced")
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        """See Policy."""
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        """See Policy."""
 
 
 class Timed(Constrain):

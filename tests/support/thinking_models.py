@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from support.loop_models import drafts, prompt, session
 
@@ -34,6 +35,7 @@ class Asked:
     length: int = 24
     seed: int = 2
     max_tokens: int = 60
+    max_answer: int | None = None
     thinks: bool = True
     stop: tuple[int, ...] = ()
 
@@ -55,13 +57,14 @@ def run(
 ) -> tuple[list[int], RequestReport]:
     """Answer a request; return the tokens and the telemetry."""
     s = s or thinker()
+    most = asked.max_answer or asked.max_tokens
     plan = DecodeRequest(
         prompt=asked.prompt,
         max_tokens=asked.max_tokens,
-        max_answer=asked.max_tokens,
+        max_answer=most,
         stop=asked.stop,
         proposer=proposer,
-        policies=(*policies, TokenLimit(asked.max_tokens, asked.max_tokens)),
+        policies=(*policies, TokenLimit(asked.max_tokens, most)),
         marks=asked.marks,
     )
     progress = DecodeProgress(plan.prompt, plan.marks)
@@ -70,11 +73,16 @@ def run(
     return tokens, meter.report("", progress, len(tokens), s.model.engine.busy())
 
 
-def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[int]:
+def after(tokens: Sequence[int], count: int) -> list[int]:
     """Returns the next `count` tokens after these by plain decoding without policies."""
-    s = s or thinker()
+    return [*_after(tuple(tokens), count)]
+
+
+@cache
+def _after(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    s = thinker()
     plan = DecodeRequest(
-        prompt=tuple(tokens),
+        prompt=tokens,
         max_tokens=count,
         max_answer=count,
         stop=(),
@@ -83,7 +91,7 @@ def after(tokens: Sequence[int], count: int, s: Session | None = None) -> list[i
     )
     meter = RequestMeter(s.model.block, s.model.engine.busy())
     chunks = decode(s.model, plan, DecodeProgress(plan.prompt), meter)
-    return [t for chunk in chunks for t in chunk.tokens]
+    return tuple(t for chunk in chunks for t in chunk.tokens)
 
 
 def oracle(truth: Sequence[int]) -> CallableDrafter:

@@ -11,7 +11,7 @@ from support.loop_models import answer, drafts, oracle, prompt, session
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy, Reason
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request
 
@@ -19,7 +19,7 @@ REQUEST = Request(prompt=prompt(40, seed=1), max_tokens=40)
 
 
 @dataclass
-class Looking:
+class Looking(Policy):
     """A policy that looks at the drafts of every block, keeps them, and lets `narrow` change the
     block.
     """
@@ -30,19 +30,13 @@ class Looking:
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         return replace(block, look=self._look)
 
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
-
     def _look(self, tokens: tuple[int, ...], block: Block) -> Block:
         self.seen.append(tokens)
         return self.narrow(tokens, block)
 
 
 @dataclass
-class Watching:
+class Watching(Policy):
     """A policy that forces the beginning of every other block, and keeps the tokens of every block
     as they were verified.
     """
@@ -57,9 +51,6 @@ class Watching:
     def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
         self.seen.append(tuple(session().model.read("tokens").tolist()))
         return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 def whole() -> Array:

@@ -27,7 +27,7 @@ from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.accept import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.session import Request, Session, open_session
@@ -107,7 +107,7 @@ def test_taps_stand_in_the_order_of_the_config(order: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(rows, sorted_[layer])
 
 
-class Diary:
+class Diary(Policy):
     """A policy that notes every block. It forces 0 to 9 ids in each, so that different numbers of
     rows are committed.
     """
@@ -124,9 +124,6 @@ class Diary:
         known = len(progress.prompt) + len(progress.tokens)
         self.blocks.append((known, 7 * len(self.blocks) % 10, self.read()))
         return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 Blocks = list[tuple[int, int, Array]]

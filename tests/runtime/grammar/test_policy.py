@@ -22,7 +22,6 @@ from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
@@ -67,7 +66,7 @@ KINDS = ("dead", "random", "hostile", "oracle", "erring", "real")
 
 
 @dataclass
-class Closing:
+class Closing(Policy):
     """Makes the target itself close its thinking after `at` tokens, wherever that is in a block."""
 
     at: int
@@ -79,12 +78,6 @@ class Closing:
         close = text().end_think
         assert close is not None
         return replace(block, soft=(*[-1] * row, close), soft_margin=1e9)
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 def by_hand(request: Request, schema: dict[str, object]) -> list[int]:

@@ -209,7 +209,7 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     with PowerSampler(found, period=0.001) as watch:
         pass
     assert watch.hung
-    assert watch.power([(0.0, 1.0)]).failed == "a sensor said nothing for 0.05 s"
+    assert watch.power([(0.0, 1.0)]).failed == "a sensor gave no reading for 0.05 s"
     monkeypatch.setattr(sensors, "PATIENCE", 3600.0)
     watch.stop()
     assert watch._thread
@@ -223,8 +223,8 @@ def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Pa
     os.mkfifo(pipe)
     code = (
         "import sys; from pathlib import Path; "
-        "from thor_dflash.runtime.measure.power import Sensor, Watch; path = Path(sys.argv[1]); "
-        "Watch([Sensor('VIN', path, path, path)]).start()"
+        "from thor_dflash.runtime.measure.power import PowerSampler, Sensor; path = Path(sys.argv[1]); "
+        "PowerSampler([Sensor('VIN', path, path, path)]).start()"
     )
     subprocess.run([sys.executable, "-c", code, str(pipe)], check=True, timeout=30)
 

@@ -12,7 +12,7 @@ from support.loop_models import DEAD, erring
 from support.thinking_models import Asked, after, oracle, run, thinker
 
 from thor_dflash.config.decode import DraftConfig
-from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA, Record
+from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
@@ -22,13 +22,13 @@ from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationG
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 
 LAWFUL = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NEVER = 511
 COUNT = 48
 
 
-class Masked:
+class Masked(Policy):
     """From the 17th token on, a third of the answer, allows only even ids and the closing mark
     NEVER. As with a grammar, the mask of a row depends on the tokens before it alone.
     """
@@ -39,12 +39,6 @@ class Masked:
         words[start:] = 0x55555555
         words[start:, -1] |= np.int32(-(2**31))  # the last id, which is NEVER
         return replace(block, mask=lambda: words)
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 def gate(seed: int) -> SpeculationGate:

@@ -15,7 +15,7 @@ from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request, Session
 
-IT = Asked(239, length=120, max_tokens=40)
+IT = Asked(239, length=120, max_tokens=24)
 OPTIONS = [
     DraftConfig(window=16), DraftConfig(full=16), DraftConfig(full=40), DraftConfig(context=1),
     DraftConfig(context=128), DraftConfig(seed=1), DraftConfig(seed=33),
@@ -40,7 +40,7 @@ def drafts(s: Session, config: DraftConfig, tokens: tuple[int, ...]) -> Array:
 
 @pytest.mark.parametrize("config", OPTIONS, ids=str)
 def test_no_option_changes_a_token(config: DraftConfig) -> None:
-    truth = after(IT.prompt, 40)
+    truth = after(IT.prompt, 24)
     got, report = run(IT, DflashDrafter(config))
     assert got == truth
     assert report.spec.drafted > 0
@@ -61,7 +61,7 @@ def test_options_as_large_as_the_context_change_no_draft() -> None:
     assert np.array_equal(drafts(s, config, tokens), drafts(s, DraftConfig(), tokens))
 
 
-@pytest.mark.parametrize("seed", [1, 30, 32, 33, 64, 100])
+@pytest.mark.parametrize("seed", [1, 32, 33, 100])
 def test_a_seed_shows_the_drafter_what_an_equal_context_does(seed: int) -> None:
     """A seed and a context of the same length show the drafter the same rows: with the seed, older
     rows count as unwritten; with the context, they are in the rings and hidden.

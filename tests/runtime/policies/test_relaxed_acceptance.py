@@ -119,7 +119,7 @@ def test_thinking_takes_what_strict_would_not() -> None:
     assert got != after(it.prompt, 60)
 
 
-@pytest.mark.parametrize("at", range(15))
+@pytest.mark.parametrize("at", [0, 1, 7, 14])
 def test_rows_from_a_drafted_close_on_are_strict(at: int) -> None:
     """So is the mark's own row: the target chose another token, so the mark is not committed."""
     it = Asked(NEVER, max_tokens=16)
@@ -146,7 +146,7 @@ def test_the_answer_is_exact_given_the_thoughts(at: int) -> None:
     it = Asked(close)
     # So wide a margin that some wrong drafts are near misses, in the answer as in the thoughts.
     relaxed = AcceptRule(rule=LOG_MARGIN, top_k=512, margin=4.0, close=close)
-    for seed in range(6):
+    for seed in range(3):
         got, _ = run(it, erring(truth, 0.3, seed), [RelaxedThinking(relaxed)])
         start = answer_of(got, close)
         want = after([*it.prompt, *got[:start]], 60 - start) if start < 60 else []

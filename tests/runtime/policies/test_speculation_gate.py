@@ -11,7 +11,7 @@ from support.loop_models import session
 from support.thinking_models import Asked, after, run, thinker
 
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import (
     CallableDrafter,
@@ -62,8 +62,10 @@ class World:
         return (self.now - start) / plain, steps
 
 
-@pytest.mark.parametrize("tokens", [150, 400, 2000])
-@pytest.mark.parametrize("cost", [1.0, 1.1, 1.35, 2.0, 3.0])
+@pytest.mark.parametrize(
+    ("cost", "tokens"),
+    [(1.0, 150), (1.1, 400), (1.35, 150), (1.35, 400), (2.0, 2000), (3.0, 150), (3.0, 2000)],
+)
 def test_a_dead_drafter_costs_3_percent_or_the_allowed_loss(cost: float, tokens: int) -> None:
     world = World(lambda n: cost, lambda n: 0)
     world.request(200)
@@ -92,7 +94,7 @@ def test_a_free_drafter_is_never_left_out() -> None:
     assert ratio == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mean", [2.0, 3.5])
 def test_ordinary_text_is_not_gated(seed: int, mean: float) -> None:
     """The number of agreed drafts is geometrically distributed, so that runs of misses occur. Times
@@ -151,8 +153,7 @@ def test_a_process_measures_plain_steps_once() -> None:
     assert all(world.request(100)[1])
 
 
-@pytest.mark.parametrize("cold", [2.0, 20.0, 500.0])
-@pytest.mark.parametrize("agreed", [2, 8])
+@pytest.mark.parametrize(("cold", "agreed"), [(2.0, 8), (20.0, 2), (500.0, 2), (500.0, 8)])
 def test_a_slow_first_cycle_does_not_shut_the_gate(cold: float, agreed: int) -> None:
     costs = iter([cold])
     world = World(lambda n: next(costs, 1.35), lambda n: agreed)
@@ -199,19 +200,13 @@ def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
 
 
 @dataclass(frozen=True)
-class Sixes:
+class Sixes(Policy):
     """A policy that forces six ids out of seven once the drafts are known, as a grammar does."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         n = len(progress.tokens)
         forced = tuple(5 if (n + i) % 7 < 6 else -1 for i in range(16))
         return replace(block, look=lambda tokens, block: replace(block, forced=forced))
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -244,7 +239,7 @@ def test_ids_that_a_look_forces_do_not_count_as_agreed_drafts(right: bool) -> No
 
 
 @dataclass(frozen=True)
-class Every:
+class Every(Policy):
     """A policy that lets the drafter draft only every `period`-th block."""
 
     period: int
@@ -253,12 +248,6 @@ class Every:
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         self.seen.append(1)
         return block if len(self.seen) % self.period == 0 else block.undrafted("test")
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -294,8 +283,9 @@ def rings(model: ModelRunner) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("geometry", ["0.8b", "27b"])
-@pytest.mark.parametrize("tokens", [1, 7, 32, 33, 150])
+@pytest.mark.parametrize(
+    ("geometry", "tokens"), [("27b", 1), ("0.8b", 7), ("27b", 32), ("0.8b", 33), ("27b", 150)]
+)
 def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: int) -> None:
     s = session(geometry)
     it = Asked(239, max_tokens=tokens, length=40)
@@ -310,10 +300,10 @@ def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: 
     assert s.model.state.behind == []
 
 
-@pytest.mark.parametrize("period", [1, 2, 5, 40])
+@pytest.mark.parametrize("period", [1, 2, 40])
 def test_leaving_blocks_out_changes_no_token(period: int) -> None:
-    it = Asked(239, max_tokens=100)
-    truth = after(it.prompt, 100)
+    it = Asked(239, max_tokens=50)
+    truth = after(it.prompt, 50)
     got, report = run(it, DflashDrafter(), [Every(period)])
     assert got == truth
     gated = [n for n in report.notes if n.what == "gated"]

@@ -47,16 +47,20 @@ def asked(limit: int) -> Asked:
 
 
 def proposers(truth: list[int]) -> list[Proposer]:
-    return [NoDrafter(), DflashDrafter(), oracle(truth), DEAD, erring(truth, 0.2, 3)]
+    """Drafters that are right often, so that blocks end and begin anywhere."""
+    return [oracle(truth), erring(truth, 0.2, 3)]
 
 
-@pytest.mark.parametrize("length", [1, 20])
-@pytest.mark.parametrize("limit", [0, 1, *range(16, 32)])
+@pytest.mark.parametrize(
+    ("limit", "length"),
+    [(0, 1), (0, 20), (1, 20), (15, 1), (16, 1), (16, 20), (17, 20), (23, 1), (24, 20), (31, 20)],
+)
 def test_the_close_falls_anywhere_in_a_block(limit: int, length: int) -> None:
     close = message(length)
     want = by_hand(limit, close)
     assert len(want) == limit + REPLY
-    for proposer in proposers(want):
+    slow = [NoDrafter(), DflashDrafter(), DEAD] if (limit, length) == (17, 20) else []
+    for proposer in proposers(want) + slow:
         got, report = run(asked(limit), proposer, [ThinkingBudget(limit, close)])
         assert got == want, proposer
         assert report.close == "hard"
@@ -92,7 +96,7 @@ def test_a_block_that_ends_where_the_budget_does_is_not_cut() -> None:
     assert notes[0] == ("forced", "thinking budget", 1, 2)
 
 
-@pytest.mark.parametrize("limit", [1, 7, 16, 31])
+@pytest.mark.parametrize("limit", [1, 16, 31])
 def test_a_natural_close_makes_the_budget_inert(limit: int) -> None:
     truth = thoughts()
     for at in {i for start in (0, 3, limit - 2, limit - 1) if (i := _new(start)) < limit}:
@@ -131,12 +135,21 @@ def test_a_message_that_the_last_thought_began_is_not_begun_twice() -> None:
         assert run(asked(limit), proposer, [ThinkingBudget(limit, close)])[0] == want
 
 
-@pytest.mark.parametrize("said", [1, 15, 16, 17, 19])
+@pytest.mark.parametrize("said", [1, 16, 19])
 def test_max_tokens_inside_the_message(said: int) -> None:
     close = message(20)
     want = by_hand(18, close)[: 18 + said]
     for proposer in proposers(want):
         it = Asked(NEVER, max_tokens=18 + said)
+        assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
+
+
+@pytest.mark.parametrize("most", [1, 2, 14, 20])
+def test_max_answer_counts_what_follows_the_thinking(most: int) -> None:
+    close = message(20)
+    want = by_hand(18, close)[: 18 + close.index(NEVER) + 1 + most]
+    it = Asked(NEVER, max_tokens=18 + REPLY, max_answer=most)
+    for proposer in proposers(want):
         assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
 
 
@@ -174,8 +187,7 @@ def gaps(tokens: list[int], close: int) -> list[float]:
     return [float(row.max() - row[close]) for row in logits]
 
 
-@pytest.mark.parametrize("start", [0, 5, 18, 30])
-@pytest.mark.parametrize("nth", [0, 2])
+@pytest.mark.parametrize(("start", "nth"), [(0, 0), (5, 2), (18, 0), (30, 2)])
 def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
     distance = gaps(thoughts()[:40], NEVER)
     margin = sorted(distance[start:40])[nth] + 1e-4
@@ -199,7 +211,7 @@ def test_nothing_is_soft_after_the_close() -> None:
     assert got == [*begin, *after([*it.prompt, *begin], 42)]
 
 
-@pytest.mark.parametrize("at", [18, 25, 32])
+@pytest.mark.parametrize("at", [18, 32])
 def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
     """With so wide a margin a soft row after the mark, in the same block, would close again."""
     at = _new(at)

@@ -7,8 +7,7 @@ from support.loop_models import DEAD, answer, oracle, prompt, session
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.engines.protocol import Tensor
 from thor_dflash.runtime.session import Request, Session
@@ -27,17 +26,11 @@ def interrupt(s: Session, monkeypatch: pytest.MonkeyPatch, tensor: Tensor) -> No
     monkeypatch.setattr(kind, "write", once)
 
 
-class Forcing:
+class Forcing(Policy):
     """Forces the same ids in every block, and commits no more than those."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         return block.forcing((5, 6, 7), "test").capped(3, "test")
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        return record.count
-
-    def observe(self, progress: DecodeProgress, committed: int) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", ["forced", "cap"])

@@ -42,8 +42,21 @@ def state_after(s: Session, request: Request, proposer: Proposer) -> dict[str, b
     return {name: array.tobytes() for name, array in s.model.state.snapshot().arrays.items()}
 
 
-@pytest.mark.parametrize("more", [1, 2, 31, 32, 33, 70])
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 34, 64, 65, 100, 129])
+@pytest.mark.parametrize(
+    ("length", "more"),
+    [
+        (1, 1),
+        (31, 2),
+        (32, 31),
+        (33, 1),
+        (34, 33),
+        (64, 1),
+        (64, 32),
+        (65, 70),
+        (100, 31),
+        (129, 2),
+    ],
+)
 def test_a_request_with_a_prefix_is_the_request_without(s: Session, length: int, more: int) -> None:
     request = Request(prompt=LONG[: length + more], max_tokens=12)
     want = state_after(s, request, DflashDrafter())
@@ -97,7 +110,7 @@ def test_after_rejects_and_after_a_fault(s: Session) -> None:
     assert s.report().usage.cached_tokens == 64
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("steps", [1, 3, 6])
 def test_after_a_cancel(s: Session, steps: int) -> None:
     request = Request(prompt=LONG[:200], max_tokens=30)
     truth = answer(s, request, DflashDrafter())
@@ -110,7 +123,7 @@ def test_after_a_cancel(s: Session, steps: int) -> None:
     assert s.report().usage.cached_tokens == 96
 
 
-@pytest.mark.parametrize("length", [33, 64, 65, 96, 97])
+@pytest.mark.parametrize("length", [33, 64, 97])
 def test_an_exact_hit(s: Session, length: int) -> None:
     request = Request(prompt=LONG[:length], max_tokens=20)
     truth = answer(s, request, DflashDrafter())

@@ -110,7 +110,7 @@ def test_report_counts_what_happened() -> None:
 
 def test_no_report_before_a_request_ended() -> None:
     s = session(capacity=333)
-    with pytest.raises(RequestError, match="report must be asked for after"):
+    with pytest.raises(RequestError, match="report"):
         s.report()
 
 
@@ -120,7 +120,7 @@ def test_no_report_while_a_request_runs() -> None:
     assert s.report().finish == "length"
     answers = s.run(request, NoDrafter())
     next(answers)
-    with pytest.raises(RequestError, match="report must be asked for after"):
+    with pytest.raises(RequestError, match="report"):
         s.report()
     answers.close()
     assert s.report().finish == "cancelled"

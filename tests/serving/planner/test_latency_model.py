@@ -32,7 +32,7 @@ def predicted(rates: LatencyModel) -> list[float]:
     return [
         rates.min_ms(640, 512, whole=False),
         rates.min_ms(640, 512, whole=True),
-        rates.thinking_room(30_000.0, 640, 512),
+        rates.thinking_tokens_left(30_000.0, 640, 512),
         rates.e2e_ms,
     ]
 

@@ -318,7 +318,7 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) ->
     ask = PlanRequest(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
-    room = backend.rates.thinking_room(60.0, len(prepared.prompt), 20)
+    room = backend.rates.thinking_tokens_left(60.0, len(prepared.prompt), 20)
     run = backend.start(prepared, 60.0)
     *_, result = drive(run)
     *_, free = drive(backend.start(prepared, None))
@@ -335,7 +335,7 @@ def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: in
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
     ask = PlanRequest(prompt="x", thinking="auto", max_tokens=20)
     count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)
-    left = {backend.rates.thinking_room(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
+    left = {backend.rates.thinking_tokens_left(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
     assert backend.prepare(ask, left[least]).thinks
     assert not backend.prepare(ask, left[least - 1]).thinks
 
