@@ -222,8 +222,8 @@ def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Pa
     pipe = tmp_path / "power"
     os.mkfifo(pipe)
     code = (
-        "import sys; from pathlib import Path; "
-        "from thor_dflash.runtime.measure.power import PowerSampler, Sensor; path = Path(sys.argv[1]); "
+        "import sys; from pathlib import Path; path = Path(sys.argv[1]); "
+        "from thor_dflash.runtime.measure.power import PowerSampler, Sensor; "
         "PowerSampler([Sensor('VIN', path, path, path)]).start()"
     )
     subprocess.run([sys.executable, "-c", code, str(pipe)], check=True, timeout=30)
