@@ -21,7 +21,7 @@ from thor_dflash.serving.planner.backend import (
     left_ms,
 )
 from thor_dflash.serving.planner.latency_model import TRIAL, LatencyModel
-from thor_dflash.serving.planner.result import asked
+from thor_dflash.serving.planner.result import requested_parts
 from thor_dflash.serving.protocol import messages, validation
 
 RETRY_MS = 10.0
@@ -83,7 +83,7 @@ class LocalPlanner:
         deadline = deadline_of(ask, begun)
         prepared = self._backend.prepare(ask, left_ms(deadline))
         spent_ms = 1e3 * (time.monotonic() - begun)
-        admit(prepared.min_ms, left_ms(deadline), self._backend.rates, spent_ms=spent_ms)
+        check_deadline(prepared.min_ms, left_ms(deadline), self._backend.rates, spent_ms=spent_ms)
         return self._events(prepared, deadline)
 
     def _events(self, prepared: Prepared, deadline: float | None) -> Iterator[messages.Event]:
@@ -95,7 +95,7 @@ class LocalPlanner:
                 for seq, event in enumerate(events):
                     numbered = structs.replace(event, id=ask.id, seq=seq)
                     if isinstance(numbered, messages.Result):
-                        numbered = asked(final(numbered, ask), ask)
+                        numbered = requested_parts(final(numbered, ask), ask)
                     yield numbered
         except PlanError:
             raise
@@ -107,7 +107,7 @@ class LocalPlanner:
         self._backend.close()
 
 
-def admit(
+def check_deadline(
     min_ms: float, left_ms: float | None, rates: LatencyModel, *, spent_ms: float, free: bool = True
 ) -> None:
     """Refuse at once what cannot be done in time: an early refusal is of more use to a robot.
@@ -148,10 +148,10 @@ def final(result: messages.Result, ask: messages.PlanRequest) -> messages.Result
         why = "deadline"
     else:
         return result
-    raise stopped(why)
+    raise stop_error(why)
 
 
-def stopped(why: StopReason) -> PlanError:
+def stop_error(why: StopReason) -> PlanError:
     """Return the error that reports an early end."""
     words = {
         "cancelled": "the plan was cancelled",

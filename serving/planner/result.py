@@ -31,7 +31,7 @@ class Decoded:
 
 
 def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
-    """Return the result of a run with the parts that were requested; `asked` removes the times."""
+    """Return the result of a run, with the parts that were requested and all times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
     checker = prepared.checker
     plan = _plan(decoded, checker)
@@ -57,7 +57,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
     )
 
 
-def asked(result: messages.Result, ask: messages.PlanRequest) -> messages.Result:
+def requested_parts(result: messages.Result, ask: messages.PlanRequest) -> messages.Result:
     """Return the result as it is sent, with times only if requested. They are removed this late
     because the statistics need the times of every plan.
     """

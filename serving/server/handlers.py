@@ -15,8 +15,8 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
-from thor_dflash.serving.planner.planner import admit, stopped
-from thor_dflash.serving.planner.result import asked
+from thor_dflash.serving.planner.planner import check_deadline, stop_error
+from thor_dflash.serving.planner.result import requested_parts
 from thor_dflash.serving.protocol import codec, errors, groot, messages, validation
 from thor_dflash.serving.protocol.codec import JSON, Head
 from thor_dflash.serving.protocol.errors import bad_request
@@ -225,7 +225,7 @@ class RequestHandlers:
         self._log_event("cancel", id=request.target, cancelled=job is not None)
         self._ack(peer, request.id, cancelled=job is not None)
         if job is not None and job.state != "running":
-            self.answer(job, stopped("cancelled"))
+            self.answer(job, stop_error("cancelled"))
 
     # --- events of the worker threads
 
@@ -272,7 +272,7 @@ class RequestHandlers:
             now = time.monotonic()
             left = None if job.deadline is None else 1e3 * (job.deadline - now)
             free, spent = self.scheduler.running is None, 1e3 * (now - job.arrived)
-            admit(outcome.min_ms, left, rates, spent_ms=spent, free=free)
+            check_deadline(outcome.min_ms, left, rates, spent_ms=spent, free=free)
             displaced = self.scheduler.accept(job, _retry_after(self._lifecycle.backend))
         except PlanError as e:
             self.answer(job, e)
@@ -296,7 +296,7 @@ class RequestHandlers:
     def expire(self, now: float) -> None:
         """Answer the jobs whose deadline passed while they waited."""
         for job in self.scheduler.expired(now):
-            self.answer(job, stopped("deadline"))
+            self.answer(job, stop_error("deadline"))
 
     def connection_closed(self, fd: int) -> None:
         """Abandon the jobs of a closed connection."""
@@ -314,7 +314,7 @@ class RequestHandlers:
 
     def _abandon(self, job: Job) -> None:
         job.gone = True
-        self._end_job(job, stopped("cancelled"))
+        self._end_job(job, stop_error("cancelled"))
 
     def _end_job(self, job: Job, error: PlanError) -> None:
         """Stop a running job, and answer a waiting one. One whose file is written is done."""
@@ -374,7 +374,7 @@ class RequestHandlers:
         self.stats.result(outcome)
         assert isinstance(job.request, messages.PlanRequest), "a prefix has no result of this kind"
         if not job.gone:
-            result = structs.replace(asked(outcome, job.request), id=id, seq=seq)
+            result = structs.replace(requested_parts(outcome, job.request), id=id, seq=seq)
             self._send(job.peer, result, id, seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:

@@ -15,7 +15,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, LatencyModel
 from thor_dflash.serving.planner.mock_backend import MockBackend
-from thor_dflash.serving.planner.planner import LocalPlanner, admit
+from thor_dflash.serving.planner.planner import LocalPlanner, check_deadline
 
 
 def measured() -> LatencyModel:
@@ -94,7 +94,7 @@ def refused(rates: LatencyModel, times: int, left_ms: float = 700.0, *, free: bo
     codes: list[str] = []
     for _ in range(times):
         try:
-            admit(1260.0, left_ms, rates, spent_ms=0.0, free=free)
+            check_deadline(1260.0, left_ms, rates, spent_ms=0.0, free=free)
         except PlanError as e:
             codes.append(e.code)
     assert set(codes) <= {"deadline_infeasible"}
@@ -123,11 +123,11 @@ def test_a_refusal_never_says_that_there_is_time_enough(
     min_ms: float, left_ms: float, told: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        admit(min_ms, left_ms, measured(), spent_ms=2.5)
+        check_deadline(min_ms, left_ms, measured(), spent_ms=2.5)
     assert caught.value.message == f"deadline_ms must leave at least {told}"
     # Another try with the deadline that the refusal names, whose checks take twice as long.
     assert type(caught.value.min_ms) is int
-    admit(min_ms, caught.value.min_ms - 5.0, measured(), spent_ms=5.0)
+    check_deadline(min_ms, caught.value.min_ms - 5.0, measured(), spent_ms=5.0)
 
 
 def test_there_is_no_trial_while_another_plan_is_measured_or_without_time() -> None:
