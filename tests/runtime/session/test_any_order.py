@@ -47,7 +47,7 @@ def opened(name: str) -> Session:
 
 
 def text() -> Tokenizer:
-    found = opened("plain").text
+    found = opened("plain").tokenizer
     assert found is not None
     return found
 
