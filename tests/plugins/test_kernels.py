@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,6 @@ from support.kernel_cases import (
 )
 from support.kernel_runner import (
     Call,
-    Refused,
     call_of,
     compare,
     in_kernel_types,
@@ -55,7 +53,6 @@ from thor_dflash.plugins.launch import (
     Scratch,
     Table,
 )
-from thor_dflash.plugins.registry import ROOT
 
 OPERATORS = [op for op in OPS if rule(op) is not None]
 every_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
@@ -68,7 +65,6 @@ SMALL = Device((9, 0), 12)
 FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
 """Seeds of the emulator: the order of threads and blocks."""
 Defines = tuple[tuple[str, int], ...]
-REFUSAL = re.compile(r"\w+[.:].* must .+ \(got .+\)")
 
 
 def taken(op: Op) -> list[str]:
@@ -145,15 +141,6 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
     np.testing.assert_array_equal(y, call.want["y0"].astype(np.float64))
 
 
-@every_operator
-def test_enough_cases_are_taken_and_refusals_name_the_rule(op: Op) -> None:
-    assert len(taken(op)) >= 5
-    for name in cases_of(op).keys() - set(taken(op)):
-        with pytest.raises(Refused) as refused:
-            call_site(op, cases_of(op)[name])
-        assert REFUSAL.fullmatch(str(refused.value)), name
-
-
 @emulated
 @cases_by_operator(OPERATORS, lambda op: [name for name in prefixes(op) if name in taken(op)])
 def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
@@ -199,26 +186,6 @@ def launches(operator: str) -> tuple[tuple[str, Launch], ...]:
     )
 
 
-DRIVERS = 1024
-"""Shared memory that the driver takes for each block, bytes; a multiprocessor has as much more than
-one block may have. Source: CUDA C++ Programming Guide, compute capabilities 9.0 and 11.0."""
-
-
-def test_a_block_of_gdn_that_is_alone_fits_beside_one_of_the_product_before() -> None:
-    """The product's last blocks may still run. If gdn's block did not fit beside one of them, it
-    would have to wait for its end before it could request the state.
-    """
-    product = max(one.shared for n, one in launches("linear") if n == "gdn_in_nvfp4_16 on h100")
-    (gdn,) = (one.shared for n, one in launches("gdn") if n == "verify_records_16 on h100")
-    whole = H100.shared + DRIVERS
-    assert gdn + product + 2 * DRIVERS <= whole < 2 * (gdn + DRIVERS)
-
-
-@every_operator
-def test_every_launch_may_begin_before_the_previous_one_has_ended(op: Op) -> None:
-    assert all(one.overlap for _, one in launches(op.name))
-
-
 KINDS = {
     Pointer: "pointer", PointerTable: "pointer", Scratch: "pointer", BufferOffset: "pointer",
     Table: "pointer", Int: "int", Real: "real",
@@ -261,35 +228,6 @@ def test_arguments_are_those_of_the_kernel(op: Op) -> None:
         assert kinds == known[one.kernel], f"{one.kernel}, {name}"
 
 
-@every_operator
-def test_scratch_of_one_name_has_one_size_in_a_call(op: Op) -> None:
-    for _, site in sites(op):
-        for device in DEVICES.values():
-            sizes: dict[str, Scratch] = {}
-            for one in rule_of(op).launches(site, device):
-                for wanted in one.arguments:
-                    if isinstance(wanted, Scratch):
-                        assert sizes.setdefault(wanted.name, wanted) == wanted
-
-
-LATER = {"gdn_rows", "attend_split"}
-"""Kernels that let the next one start only after their own wait: docs/design/cuda.md says why."""
-
-
-def test_the_next_kernel_may_start_before_this_one_waits() -> None:
-    """A kernel that forgets let_next_start gives the same results, but a cycle takes longer."""
-    found: dict[str, bool] = {}
-    for path in ROOT.rglob("*.cu"):
-        for kernel in re.findall(r"^KERNEL.*?^}", path.read_text(), re.DOTALL | re.MULTILINE):
-            if "wait_for_previous()" in kernel:
-                assert "let_next_start()" in kernel, path
-                head = re.sub(r"(__launch_bounds__|CLUSTERS_OF)\(.*?\)", "", kernel)
-                name = re.findall(r"\w+(?=\()", head)[0]
-                found[name] = "let_next_start()" not in kernel.split("wait_for_previous()")[0]
-    assert len(found) > len(LATER) + 10
-    assert {name for name, later in found.items() if later} == LATER
-
-
 # ---- compilation ---------------------------------------------------------------------------------
 def test_the_compiler_may_not_fuse_a_product_and_a_sum() -> None:
     """NVRTC would fuse them in some rows of an unrolled loop and not in others. Nor may g++."""
@@ -324,12 +262,3 @@ def test_every_kernel_compiles_for_a_thor(op: Op) -> None:
     last = {tuple(kernels): key for key, kernels in compiled(op, "sm_110").items()}
     for key in last.values():
         check_compiled(*key, compiled(op, "sm_110")[key], "sm_110")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_90", "sm_110"])
-@every_operator
-def test_every_kernel_compiles_without_spills(op: Op, arch: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
-    for (source, defines), kernels in compiled(op, arch).items():
-        check_compiled(source, defines, kernels, arch)

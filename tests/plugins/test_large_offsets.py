@@ -46,7 +46,6 @@ from thor_dflash.plugins.launch import (
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import layout
 from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, cut
-from thor_dflash.plugins.standard.launch import embed
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -103,11 +102,6 @@ def prologue(t: int, k: int) -> Launch:
     return launch
 
 
-def test_offsets_of_rows_have_64_bits_only_where_32_do_not_suffice() -> None:
-    """Rows are padded to 16,384 columns."""
-    assert [prologue(t, 16_368).defines["LONG"] for t in (16, ROWS, ROWS + 1)] == [0, 0, 1]
-
-
 def test_the_last_row_of_a_long_step_enters_its_product() -> None:
     x = rows_of(np.random.default_rng(1), 1, WIDTH)
     launch = prologue(ROWS, WIDTH)
@@ -162,32 +156,3 @@ def test_an_item_of_a_long_step_reads_and_writes_its_own_rows_alone() -> None:
     got = y.data.view(BF16).reshape(count, n).astype(np.float64)
     np.testing.assert_allclose(got[:, columns:], want, rtol=2.0**-7, atol=1e-4)
     assert np.isnan(got[:, :columns]).all()
-
-
-def test_the_last_rows_of_an_embedding_table_become_the_last_rows_of_a_long_step() -> None:
-    x, total = rows_of(np.random.default_rng(3), 2, HIDDEN), 2 * ROWS
-    first = VOCABULARY - 2
-    table = far(buffer("table", x, writable=False, kernels=False), 2 * first * HIDDEN)
-    numbers = np.array([first + 1, first], np.int32)
-    ids = far(buffer("ids", numbers, writable=False), 4 * (total - 2))
-    y = far(buffer("rows", x.nbytes), 2 * (total - 2) * HIDDEN)
-    launch = embed(total, VOCABULARY, HIDDEN)
-    arguments = (table, ids, y, None, None, None, *launch.arguments[6:])
-    run(SOME, some_blocks(launch, total - 2, 2), arguments)
-    np.testing.assert_array_equal(y.data, x[::-1].copy().view(np.uint8).reshape(-1))
-
-
-@pytest.mark.parametrize("thread", [0, 511])
-def test_the_bandwidth_is_that_of_reading_every_byte_once(thread: int) -> None:
-    """Four blocks of 64 KiB lie 32 GiB behind the beginning, and two blocks of threads read them. A
-    thread writes if the xor of all that it has read is what the kernel compares with.
-    """
-    first, magic = 2**19, np.uint32(0x9E3779B9)
-    words = np.random.default_rng(4).integers(0, 2**32, (4, 8, 512, 4), dtype=np.uint32)
-    seen = words[1::2, :, thread]
-    words[3, 7, thread, 3] ^= magic ^ np.bitwise_xor.reduce(seen, axis=None)
-    memory = far(buffer("from", words, writable=False), first * words[0].nbytes)
-    sink = buffer("sink", 4, 0)
-    grid = Launch("read_memory", (2, 1, 1), 512, (), overlap=False)
-    run(SOME, some_blocks(grid, first, 2), (memory, sink, Int(first + 4)))
-    assert sink.data.view(np.uint32)[0] == magic

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins.fake_driver import FACTS, MEMORY, FakeCuda, fake
+from stand_ins.fake_driver import FACTS, FakeCuda, fake
 
 from thor_dflash.core.errors import EngineError, EngineLost
-from thor_dflash.plugins.cuda import driver as driver_module
 from thor_dflash.plugins.cuda.driver import Driver
 
 
@@ -33,23 +30,6 @@ def test_a_device_that_is_too_old_is_refused(
         assert device.contexts == 0
     else:
         assert Driver().info.device.capability == (major, minor)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("integrated", "free"), [(False, MEMORY), (True, 2 * MEMORY)])
-def test_the_page_cache_is_free_only_where_the_device_shares_it(
-    monkeypatch: pytest.MonkeyPatch, integrated: bool, free: int
-) -> None:
-    monkeypatch.setattr(driver_module, "_available", lambda: 2 * MEMORY)
-    driver = Driver()
-    driver.info = replace(driver.info, integrated=integrated)
-    assert driver.free_memory() == free
-
-
-def test_what_is_available_is_in_bytes() -> None:
-    page = os.sysconf("SC_PAGE_SIZE")
-    unused, whole = (page * os.sysconf(f"SC_{which}_PAGES") for which in ("AVPHYS", "PHYS"))
-    assert unused / 2 < driver_module._available() <= whole
 
 
 def test_what_broke_a_driver_is_reported_also_after_it_was_closed(

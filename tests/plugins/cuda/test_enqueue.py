@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 from stand_ins.fake_driver import fake
 
-from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.cuda.driver import Driver, DriverCalls
-from thor_dflash.plugins.cuda.enqueue import enqueue, working
+from thor_dflash.plugins.cuda.enqueue import enqueue
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.launch import H100, Launch, Scratch
+from thor_dflash.plugins.launch import H100, Launch
 from thor_dflash.runtime.engines.cuda.engine import enqueue_launches
 from thor_dflash.runtime.engines.cuda.graph_capture import capture
 
 OVERLAP, CLUSTER = 6, 4
 """CUlaunchAttributeID of programmatic stream serialization and of the cluster's size."""
-FREELY = 49_152
-"""Shared memory that a kernel may use without asking, bytes. Source: CUDA C++ Programming Guide."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -47,28 +44,6 @@ def test_clusters_and_overlap_are_attributes_of_one_launch(
         assert (size.x, size.y, size.z) == (4, 1, 1)
 
 
-@pytest.mark.parametrize("shared", [0, FREELY, FREELY + 1])
-def test_every_kernel_prefers_shared_memory_and_is_allowed_what_it_asks_for(
-    shared: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cuda = fake(monkeypatch)
-    calls: list[tuple[Any, ...]] = []
-
-    def set_attribute(*arguments: Any) -> tuple[int]:
-        calls.append(arguments)
-        return (0,)
-
-    monkeypatch.setattr(cuda, "cuFuncSetAttribute", set_attribute)
-    monkeypatch.setattr(
-        "thor_dflash.plugins.cuda.kernel_cache.load", lambda *_, **__: Cubin(b"", "")
-    )
-    kernels = Kernels(DriverCalls(), H100, tmp_path)
-    launch = Launch("kernel", (1, 1, 1), 32, (), shared=shared)
-    for _ in range(2):
-        assert kernels.function(tmp_path / "kernel.cu", launch) == "kernel"
-    assert calls == [("kernel", 9, 100), *([("kernel", 8, shared)] if shared > FREELY else [])]
-
-
 @pytest.mark.parametrize("graph", [True, False])
 def test_no_launch_overlaps_what_ran_before_its_step(
     graph: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -85,12 +60,3 @@ def test_no_launch_overlaps_what_ran_before_its_step(
     capture("it", driver, calls, graph=graph).start()
     assert [OVERLAP in attributes for attributes in cuda.launched] == [False, True, True]
     assert cuda.calls.count("cuGraphDestroy") == graph, "the executable graph is a copy"
-
-
-def test_working_memory_is_that_of_a_call_and_none_that_must_stay_zero() -> None:
-    def launch(*pieces: Scratch) -> Launch:
-        return Launch("kernel", (1, 1, 1), 32, pieces)
-
-    kept = Scratch("count", 4, zeroed=True)
-    launches = [launch(Scratch("a", 300), kept), launch(Scratch("a", 300), Scratch("b", 1))]
-    assert working(launches) == ({"a": 0, "b": 512}, 768)

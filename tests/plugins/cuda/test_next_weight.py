@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulator.compiler import COMPILER, EmulatorFault
+from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support.kernel_cases import cases_of
 from support.kernel_runner import Buffer, Call, Step, call_of, launch, rule_of
@@ -17,7 +17,6 @@ from support.row_law import same_bits
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import GDN, LINEAR, VERIFY_ATTENTION, Op
-from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.launch import (
     H100,
     MOST_PREFETCHED,
@@ -35,10 +34,8 @@ from thor_dflash.plugins.linear import decode_launch, layout, pack
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import WeightKind
 from thor_dflash.plugins.linear.partition import halves, partition
-from thor_dflash.plugins.verify_attention import launch as verify_attention
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
-MODULES = {"gdn": gdn, "verify_attention": verify_attention}
 operators = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
 
 
@@ -49,20 +46,6 @@ def test_prefetching_changes_no_result(op: Op) -> None:
         alone = launch(call, Emulator(1), THOR)
         got = launch(fetching(call), Emulator(1), THOR)
         same_bits(got, alone)
-
-
-@emulated
-@operators
-def test_no_byte_beyond_the_weight_is_fetched(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = next(iter(of_few_rows(op).values()))
-    launch(fetching(call), Emulator(0), THOR)
-
-    def more(site: object, blocks: int) -> tuple[Pointer, Int]:
-        return Pointer(PREFETCHED), Int((PACKED // blocks // 16 + 1) * 16)
-
-    monkeypatch.setattr(MODULES[op.name], "prefetch_next", more)
-    with pytest.raises(EmulatorFault, match="prefetch"):
-        launch(fetching(call), Emulator(0), THOR)
 
 
 @emulated
@@ -135,15 +118,6 @@ def test_a_product_fetches_what_the_next_reads_first(product: str) -> None:
     same_bits(launch(call, Emulator(1), THOR), alone)
 
 
-@emulated
-def test_a_product_fetches_nothing_beyond_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = followed("more_norm_5_of_640", PRODUCTS[0])
-    size = call.inputs[PREFETCHED].nbytes // 512
-    monkeypatch.setattr(decode_launch, "first_read", lambda *_: np.array([[1, size]], np.int32))
-    with pytest.raises(EmulatorFault, match="prefetch"):
-        launch(call, Emulator(0), THOR)
-
-
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("k", [5120, 128])
@@ -173,18 +147,3 @@ def test_a_product_fetches_what_every_block_asks_for_first(
                 at = tile.offset + run.start // 2 * tile.group.step_bytes
                 assert fetched[at // 512 : -(-(at + 2304 + 576) // 512)].all()
     assert any(items[0].narrow for items in cut.clusters) == swiglu
-
-
-def test_more_than_the_most_is_not_fetched_at_all() -> None:
-    ports = {"x": Shaped(DType.BF16, (16, 128)), "kinds": Shaped(DType.U8, (3,))}
-    site = CallSite(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 100_000))})
-    assert len(decode_launch.first_read(site, H100)) == 0
-
-
-def test_a_weight_may_have_more_bytes_than_an_int32_can_count() -> None:
-    ports = {"x": Shaped(DType.BF16, (16, 65536)), "kinds": Shaped(DType.U8, (3,))}
-    site = CallSite(LINEAR, LINEAR.complete({}), ports | {"y0": Shaped(DType.BF16, (16, 20_480))})
-    assert layout.layout(site).nbytes > 2**31
-    pieces = decode_launch.first_read(site, H100)
-    assert 2**22 * 0.9 < pieces[:, 0].max() < layout.layout(site).nbytes // 512
-    assert pieces.min() >= 0

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from emulator.runner import Emulator
-from support.coverings import pairwise, some
+from support.coverings import pairwise
 from support.kernel_runner import call_of, launch, run, slabs
 from support.received_loads import received
 from support.slab_outputs import leaving
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
-from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.contract import Attribute, OpCase
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
-from thor_dflash.plugins.draft_attention.launch import refuse
-from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
+from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear.prologue_launch import SLAB
 
 BF16 = DType.BF16.numpy
-Shape = tuple[Any, ...]
 
 
 def bits(rows: Array) -> Array:
@@ -103,14 +99,6 @@ def test_a_block_attends_as_the_reference_says(shape: str, device: Device) -> No
     run(DRAFT_ATTENTION, block(*BLOCKS[shape]), Emulator(seed=3), device)
 
 
-@pytest.mark.parametrize("shape", some(BLOCKS, HARD[:3]))
-def test_the_order_of_blocks_and_threads_changes_no_bit(shape: str) -> None:
-    call = call_of(DRAFT_ATTENTION, block(*BLOCKS[shape]))
-    outputs = [launch(call, Emulator(seed=seed), H100)["o"] for seed in (0, 1, 7)]
-    for other in outputs[1:]:
-        np.testing.assert_array_equal(bits(outputs[0]), bits(other))
-
-
 WHOLE = [name for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB == 0]
 """Only rows that fill whole slabs are left for the next product."""
 
@@ -150,13 +138,6 @@ def test_a_stage_is_free_only_when_every_value_in_it_has_been_loaded(name: str) 
         assert received(replace(call, inputs={**call.inputs, name: changed}), two) != before
 
 
-def test_rows_that_do_not_fill_whole_slabs_are_not_left_in_slabs() -> None:
-    """The kernel writes no padding, and the next product would read it."""
-    site = leaving(call_of(DRAFT_ATTENTION, block(16, 2, 1, 16, 96, 30, 0, 0)), "o").site
-    rule = "draft_attention.y0_slabs must be of rows whose width is a multiple of 64 (got 32)"
-    assert refuse(site) == rule
-
-
 # ---- context_kv --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("rows", "length", "slots", "kv", "dim"),
@@ -192,30 +173,6 @@ def test_context_rows_land_in_their_slots_and_nothing_else_moves(
         for name in (f"ring_k{i}", f"ring_v{i}"):
             after = got[f"next_{name}"][:, untouched].view(np.uint16)
             np.testing.assert_array_equal(after, x[name][:, untouched].view(np.uint16))
-
-
-def context_site(layers: int = 1, kv: int = 1, norm: DType = DType.F32) -> CallSite:
-    """A call whose first layer's norm weights are float32; those of the others have type `norm`."""
-    ports = {"length": Shaped(DType.I32, (1,))}
-    for i in range(layers):
-        ports |= {f"{n}{i}": Shaped(DType.BF16, (1, kv * 128)) for n in "kv"}
-        ports |= {f"ring_{n}{i}": Shaped(DType.BF16, (kv, 64, 128)) for n in "kv"}
-        ports[f"k_norm{i}"] = Shaped(norm if i else DType.F32, (128,))
-    a = CONTEXT_KV.complete({"layers": layers, "kv_heads": kv})
-    return CallSite(CONTEXT_KV, a, ports)
-
-
-def test_context_that_the_kernel_does_not_take_is_refused() -> None:
-    assert context_kv.refuse(context_site(context_kv.LAYERS)) == ""
-    why = context_kv.refuse(context_site(context_kv.LAYERS + 1))
-    assert why == "context_kv.layers must be at most 64 (got 65)"
-    why = context_kv.refuse(context_site(2, norm=DType.BF16))
-    assert why == "context_kv.k_norm1 must be all bfloat16 or all float32 (got bfloat16)"
-
-
-def test_a_block_has_no_more_warps_than_the_kernel_is_compiled_for() -> None:
-    threads = [context_kv.launches(context_site(kv=n), H100)[0].threads for n in (1, 8, 9, 40)]
-    assert threads == [32, 256, 256, 256]
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 105_615, 200_000, 262_143])

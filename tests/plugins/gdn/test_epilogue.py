@@ -4,28 +4,22 @@ their heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
-from support.coverings import pairwise, some
+from support.coverings import pairwise
 from support.gdn_cases import case_of, poisoned
 from support.gdn_epilogue_calls import HEAD, check_left, finishing, normed_case, taking
-from support.kernel_runner import call_of, compare, launch, shaped
-from support.linear_shapes import BF16, SHAPES
+from support.kernel_runner import call_of, compare, launch
+from support.linear_shapes import BF16
 from support.row_law import same_bits
 
-from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import GDN, LINEAR
-from thor_dflash.plugins.contract import Attributes
-from thor_dflash.plugins.gdn.launch import refuse
-from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
+from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear import decode_launch
-from thor_dflash.plugins.linear.launch import refuse as refuse_product
-from thor_dflash.plugins.linear.layout import PackedLayout, _layout
-from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, lanes, partition
+from thor_dflash.plugins.linear.layout import PackedLayout
+from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 SEVERAL = Device((9, 0), 12)
@@ -58,44 +52,6 @@ def test_gdn_leaves_rows_for_the_next_product(
         got = launch(call, Emulator(seed), device)
         same_bits(got, alone)
         check_left(call, got, offset)
-
-
-@emulated
-@pytest.mark.parametrize("late", [1 << 16, (1 << 16) + 5])
-def test_a_late_warp_of_gdn_changes_nothing(late: int) -> None:
-    call = finishing(call_of(GDN, case_of(5, 13, 4, 3, (1, 3))), np.ones(HEAD, BF16))
-    same_bits(launch(call, Emulator(late), H100), launch(call, Emulator(0), H100))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mode": "prefill"}, "gdn.y0_slabs must be of a verify (got mode prefill)"),
-        ({"next_gate": None}, "gdn.next_gate must be bfloat16 with y0_slabs (got none)"),
-        ({"y0_squares": None}, "gdn.y0_squares must be (2, 32, 8) with y0_slabs (got none)"),
-        ({"y0_squares": (2, 16, 8)},
-         "gdn.y0_squares must be (2, 32, 8) with y0_slabs (got (2, 16, 8))"),
-        ({"next_norm_weight": (256,)},
-         "gdn.next_norm_weight must be (128,) with y0_slabs (got (256,))"),
-        ({"next_norm_weight": DType.F16},
-         "gdn.next_norm_weight must be bfloat16 or float32 with y0_slabs (got float16)"),
-    ],
-)  # fmt: skip
-def test_rows_that_gdn_cannot_finish_are_refused(
-    change: Mapping[str, str | DType | tuple[int, ...] | None], message: str
-) -> None:
-    site = finishing(call_of(GDN, case_of(1, 2, 2, 1)), np.ones(HEAD, BF16)).site
-    assert refuse(site) == ""
-    ports = dict(site.ports)
-    mode = site.attributes.values | {n: x for n, x in change.items() if isinstance(x, str)}
-    for name, dtype in change.items():
-        if dtype is None:
-            del ports[name]
-        elif isinstance(dtype, DType):
-            ports[name] = Shaped(dtype, ports[name].shape)
-        elif isinstance(dtype, tuple):
-            ports[name] = Shaped(ports[name].dtype, dtype)
-    assert refuse(CallSite(GDN, type(site.attributes)(mode), ports)) == message
 
 
 @emulated
@@ -144,15 +100,6 @@ def test_any_cut_applies_the_factors_of_heads(
     compare(LINEAR, got, call.want, nearest=False)
 
 
-def test_two_warps_share_the_columns_of_an_n_tile_whatever_the_item() -> None:
-    """A stage is then one step, hence one head (Item::phase_bits in pipeline.cuh)."""
-    plan = _layout(*SHAPES["out_proj"])
-    for multiprocessors in (*range(5, 33), 60, 132):
-        cut = partition(plan, multiprocessors, by_head=True)
-        shared = {lanes(plan, item.piece, cut) for items in cut.clusters for item in items}
-        assert shared == {cut.warps // 2}
-
-
 @emulated
 @pytest.mark.parametrize("device", [SEVERAL, H100])
 def test_heads_may_have_values_of_any_size(device: Device) -> None:
@@ -161,37 +108,6 @@ def test_heads_may_have_values_of_any_size(device: Device) -> None:
     call = taking(normed_case(16, len(sizes), 320, sizes))
     got = launch(call, Emulator(1), device)
     compare(LINEAR, got, call.want, nearest=False)
-
-
-@emulated
-@pytest.mark.parametrize("large", some(range(7), [0, 6]))
-def test_squares_of_a_head_may_overflow(large: int) -> None:
-    """The true norm is not known then, but the row is finite, as it is from the separate launch.
-    Blocks have up to two heads, of which either may be the large one.
-    """
-    sizes = np.ones(7)
-    sizes[large] = 1e20
-    with np.errstate(over="ignore"):
-        call = taking(normed_case(16, 7, 320, sizes))
-    assert np.isinf(call.inputs["x_squares"][large, :16]).all()
-    for device in (SEVERAL, Device((9, 0), 1)):
-        assert np.isfinite(launch(call, Emulator(1), device)["y0"].astype(np.float32)).all()
-
-
-@emulated
-@pairwise(quick=2, bad=[np.nan, np.inf], place=[(16, 3), (20, 17), (32, 15)])
-def test_a_row_that_is_not_finite_spoils_no_other(bad: float, place: tuple[int, int]) -> None:
-    rows, one = place
-    case = normed_case(rows, 5, 320)
-    want = launch(taking(case), Emulator(0), SEVERAL)["y0"]
-    x = case.inputs["x"].copy()
-    x[one, 200] = bad
-    with np.errstate(invalid="ignore"):
-        call = taking(type(case)(case.name, {**case.inputs, "x": x}, case.attributes))
-    got = launch(call, Emulator(0), SEVERAL)["y0"]
-    assert not np.isfinite(got[one].astype(np.float32)).any()
-    others = np.arange(rows) != one
-    np.testing.assert_array_equal(got[others].view(np.uint16), want[others].view(np.uint16))
 
 
 @emulated
@@ -205,34 +121,3 @@ def test_a_row_by_head_does_not_depend_on_how_many_there_are(most: int) -> None:
         short = taking(type(case)(case.name, {**case.inputs, **by_row}, case.attributes))
         got = launch(short, Emulator(rows), SEVERAL)["y0"]
         np.testing.assert_array_equal(got.view(np.uint16), want[:rows].view(np.uint16))
-
-
-def test_rows_without_the_factors_of_other_heads_are_refused() -> None:
-    site = taking(normed_case(2, 2, 128)).site
-    assert refuse_product(site) == ""
-    rule = "must be of an NVFP4 product without swiglu, normed by heads of 128"
-    other = Attributes({**site.attributes.values, "head_dim": 64})
-    why = refuse_product(CallSite(LINEAR, other, site.ports))
-    assert why == f"linear.x_squares {rule} (got head_dim 64)"
-    fp8 = {**site.ports, "kinds": Shaped(DType.U8, (0, 2))}
-    why = refuse_product(CallSite(LINEAR, site.attributes, fp8))
-    assert why == f"linear.x_squares {rule} (got head_dim 128)"
-    short = {**site.ports, "x_squares": Shaped(DType.F32, (2, 16, 8))}
-    why = refuse_product(CallSite(LINEAR, site.attributes, short))
-    assert why == "linear.x_squares must be (2, 32, 8) (got (2, 16, 8))"
-
-
-@pytest.mark.parametrize(
-    ("change", "takes"),
-    [({}, True), ({"head_dim": 256}, False), ({"epilogue": "swiglu"}, False)],
-)
-def test_products_of_other_heads_do_not_take_unscaled_rows(
-    change: Mapping[str, str | int], takes: bool
-) -> None:
-    case = normed_case(2, 2, 128)
-    attributes = LINEAR.complete({**case.attributes, **change})
-    ports = {name: shaped(x) for name, x in case.inputs.items()}
-    assert decode_launch.takes_heads(CallSite(LINEAR, attributes, ports)) == takes
-    for kind in (DType.FP8, DType.BF16, DType.F16):
-        other = {**ports, "weight0": Shaped(kind, (128, 256))}
-        assert not decode_launch.takes_heads(CallSite(LINEAR, attributes, other))

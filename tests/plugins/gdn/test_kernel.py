@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from emulator import runner
 from emulator.compiler import EmulatorFault
 from emulator.runner import EARLY, Emulator
-from support.coverings import pairwise
 from support.gdn_cases import case_of, poisoned, prefill
-from support.kernel_runner import POISON, Buffer, Step, call_of, compare, launch, shaped, site_of
-from support.kernel_usage import usage_of
+from support.kernel_runner import call_of, compare, launch
 from support.received_loads import tells
-from support.sites_27b import sites
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import OpCase
-from thor_dflash.plugins.cuda.compile import architecture
 from thor_dflash.plugins.gdn import OP
-from thor_dflash.plugins.gdn.launch import launches
 from thor_dflash.plugins.launch import H100, THOR, Device
 
 FLOAT_ERROR = 2e-6
@@ -57,17 +51,6 @@ def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accep
     check(case_of(accepted, rows, held, accepted), seed=accepted)
 
 
-@pytest.mark.parametrize("mode", ["verify", "prefill"])
-@pytest.mark.parametrize("saves", ["records", "states"])
-def test_without_a_shift_states_are_where_arguments_say(mode: str, saves: str) -> None:
-    case = case_of(5, 5, 4, 3, mode=mode, saves=saves)
-    case = prefill(case, 5) if mode == "prefill" else case
-    call = call_of(OP, case)
-    here = launch(call, Emulator(), shift=0)
-    for name, value in launch(call, Emulator(), shift=1 << 12).items():
-        assert np.array_equal(value, here[name]), name
-
-
 @pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (3, 12), (1, 5)], ids=str)
 def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
     check(case_of(3, 5, 4, 3, heads))
@@ -76,13 +59,6 @@ def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("accepted", [0, 1, 6])
 def test_a_state_is_saved_after_every_row(accepted: int) -> None:
     check(case_of(accepted, 6, 6, accepted, saves="states"))
-
-
-@pytest.mark.parametrize("narrow", [("conv_weight", "a_log"), ("conv_weight", "dt_bias")], ids=str)
-def test_each_plain_parameter_has_a_type_of_its_own(narrow: tuple[str, ...]) -> None:
-    case = case_of(11, 3, 2, 1)
-    bf16 = {n: case.inputs[n].astype(DType.BF16.numpy) for n in narrow}
-    check(OpCase(case.name, {**case.inputs, **bf16}, case.attributes))
 
 
 def records_of(got: Mapping[str, Array], keep: slice) -> dict[str, Array]:
@@ -136,20 +112,6 @@ def test_bits_depend_neither_on_the_device_nor_on_the_order_of_threads() -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "alone"),
-    [(H100, True), (Device((9, 0), 128), True), (Device((9, 0), 127), False), (THOR, False)],
-)
-def test_blocks_share_no_multiprocessor_if_there_are_enough(device: Device, alone: bool) -> None:
-    case = case_of(7, 16, 16, 0, (16, 48))
-    inputs = {n: shaped(x) for n, x in case.inputs.items()}
-    (one,) = launches(site_of(OP, case.attributes, inputs), device)
-    assert one.grid == (128, 1, 1)
-    whole, each = device.shared + 1024, one.shared + 1024  # 1 KiB of each block is the driver's
-    assert (2 * each > whole) == alone
-    assert one.shared <= device.shared
-
-
-@pytest.mark.parametrize(
     ("rows", "accepted", "valid"),
     [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
 )
@@ -178,11 +140,6 @@ def test_a_prefill_of_decays_from_none_to_all() -> None:
     check(OpCase(case.name, {**case.inputs, "a": a}, case.attributes))
 
 
-def test_a_prefill_of_any_ratio_of_heads() -> None:
-    check(prefill(case_of(4, 40, 4, 3, (3, 9), mode="prefill"), 39))
-    check(prefill(case_of(4, 33, 4, 3, (1, 5), mode="prefill"), 33), seed=2)
-
-
 @pytest.mark.parametrize("accepted", [0, 2])
 def test_a_prefill_starts_from_a_saved_state(accepted: int) -> None:
     check(prefill(case_of(3, 40, 4, accepted, mode="prefill", saves="states"), 37))
@@ -199,20 +156,6 @@ def test_a_prefill_folds_with_the_same_bits_as_a_verify() -> None:
     assert states[0].tobytes() == states[1].tobytes()
 
 
-def test_chunks_after_the_last_valid_row_are_not_computed() -> None:
-    scratch: dict[str, Array] = {}
-
-    def backend(buffers: Sequence[Buffer], steps: Sequence[Step]) -> None:
-        Emulator()(buffers, steps)
-        scratch.update({b.name: b.data.reshape(2, -1) for b in buffers if "scratch" in b.name})
-
-    launch(call_of(OP, prefill(case_of(9, 64, 4, 0, mode="prefill"), 32)), backend)
-    assert scratch.keys() == {"scratch keys", "scratch matrices"}
-    for first, second in scratch.values():
-        assert not np.all(first == POISON)
-        assert np.all(second == POISON)
-
-
 @pytest.mark.parametrize(
     ("kernel", "port"), [(k, p) for k in ("gdn_rows", "gdn_prefill") for p in sorted(EARLY[k])]
 )
@@ -225,14 +168,6 @@ def test_states_are_read_before_the_previous_kernel_has_ended(
     monkeypatch.setattr(runner, "_placed", lambda message, *_: message)
     with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
         outputs(prefill(case, 1) if mode == "prefill" else case)
-
-
-def test_the_next_kernel_starts_when_the_rows_have_arrived() -> None:
-    """Earlier, its blocks and what they read would delay the rows."""
-    waits = r"copy_async_wait<0>|barriers\.made\(0\)|barriers\.fetched\(\)|wait_for_previous"
-    before = (OP.folder / "decode.cu").read_text().split("let_next_start();")[:-1]
-    last = [re.findall(waits, text)[-1] for text in before]
-    assert last == ["barriers.made(0)", "copy_async_wait<0>"]
 
 
 def test_a_stage_is_free_only_when_all_of_it_has_been_loaded() -> None:
@@ -259,41 +194,3 @@ def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:
     got = outputs(prefill(OpCase("", {**long.inputs, **short}, long.attributes), 66))["o"]
     assert got[:66].tobytes() == want[:66].tobytes()
     assert not got[66:].any()
-
-
-@pytest.mark.parametrize("device", [H100, THOR, Device((9, 0), 1)], ids=str)
-def test_launches_are_legal_and_fill_the_device(device: Device) -> None:
-    case = case_of(0, 16, 16, 1, (16, 48))
-    site = site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()})
-    (one,) = launches(site, device)
-    assert one.threads == 256
-    assert one.shared <= device.shared
-    assert one.grid[0] * one.grid[1] == 128  # nearly one for each of an H100's 132
-
-
-def test_a_block_that_saves_states_keeps_no_records() -> None:
-    device = Device((9, 0), 1)
-    few, many = (case_of(0, 4, held, 1, saves="states") for held in (1, 32))
-    sizes = {
-        one.shared
-        for case in (few, many)
-        for one in launches(
-            site_of(OP, case.attributes, {n: shaped(x) for n, x in case.inputs.items()}), device
-        )
-    }
-    assert len(sizes) == 1
-
-
-@pytest.mark.slow
-@pairwise(device=[H100, THOR], kept=[0, 1])
-def test_two_blocks_of_the_27b_fit_on_a_multiprocessor(device: Device, kept: int) -> None:
-    """A multiprocessor has 65,536 registers. Source: CUDA C++ Programming Guide, compute
-    capabilities 9.0 and 11.0.
-    """
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")
-    (site,) = (site_of(OP, a, x) for n, a, x in sites("gdn") if n == "verify_records_16")
-    (one,) = launches(site, device)
-    arch = architecture(device.capability)
-    defines = {**one.defines, "NEXT": kept}  # whether rows are left for the next product
-    usage = usage_of(OP.folder / one.source, defines, arch)[one.kernel]
-    assert 2 * one.threads * usage.registers <= 65536

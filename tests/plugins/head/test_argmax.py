@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
-from support.kernel_runner import Step, Value, buffer, packed, shaped
+from support.kernel_runner import Step, Value, buffer, shaped
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.argmax_launch import SLICE, best_launches
-from thor_dflash.plugins.head.launch import launches
 from thor_dflash.plugins.launch import THOR, Argument, CallSite, Pointer, Scratch, Shaped
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -85,14 +84,6 @@ def test_the_best_ids_are_numpys_whatever_the_logits(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [SLICE - 3, 2 * SLICE + 8])
-def test_every_place_can_be_the_best_one(width: int) -> None:
-    places = [*range(8), 1023, 1024, width // 2, *range(width - 8, width)]
-    logits = np.zeros((len(places), width), np.float32)
-    logits[np.arange(len(places)), places] = 1.0
-    assert best(logits).tolist() == places
-
-
 def test_the_first_of_equals_wins_across_slices() -> None:
     logits = np.full((1, 2 * SLICE + 8), -1.0, np.float32)
     logits[0, [SLICE - 1, SLICE, 2 * SLICE]] = 2.0
@@ -105,54 +96,3 @@ def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
     logits[0, 32 * SLICE + 9] = logits[1, SLICE] = 1.0
     logits[1, 9] = np.nan
     assert best(logits).tolist() == [32 * SLICE + 9, -1]
-
-
-def test_minus_infinity_everywhere_is_the_first_id() -> None:
-    assert best(np.full((2, SLICE + 1), -np.inf, np.float32)).tolist() == [0, 0]
-
-
-def test_padding_is_neither_chosen_nor_a_fault() -> None:
-    logits = np.zeros((2, 40), np.float32)
-    logits[0, 33], logits[1, 33], logits[:, 7] = np.inf, np.nan, 1.0
-    assert best(logits, vocab=33).tolist() == [7, 7]
-    assert best(logits, vocab=34).tolist() == [33, -1]
-
-
-@pytest.mark.parametrize("first", [3, 4, 130, SLICE])
-@pytest.mark.parametrize("value", [0.0, -0.0])
-def test_zeros_of_both_signs_are_equals(value: float, first: int) -> None:
-    logits = np.full((1, SLICE + 40), -1.0, np.float32)
-    logits[0, [first, first + 1, first + 9]] = value, -value, -value
-    assert best(logits, seed=first).tolist() == [first]
-
-
-@pytest.mark.parametrize(("width", "vocab"), [(97, 96), (96, 93)])
-def test_rows_and_their_padding_may_end_anywhere(width: int, vocab: int) -> None:
-    """Whether rows are 16-byte aligned depends on their width alone."""
-    logits = np.random.default_rng(width).standard_normal((5, width)).astype(np.float32)
-    np.testing.assert_array_equal(best(logits, vocab), reference(logits, vocab))
-
-
-def head_site(t: int, k: int, v: int, **types: DType) -> CallSite:
-    """A head's call with bf16 weights, apart from the types of some ports; nobody reads `best`."""
-    ports = {"x": (t, k), "norm_weight": (k,), "weight0": (v, k), "logits": (t, v)}
-    known = {"logits": DType.F32, **types}
-    shaped_ports = {n: Shaped(known.get(n, DType.BF16), shape) for n, shape in ports.items()}
-    return CallSite(OP, OP.complete({}), shaped_ports)
-
-
-def test_ids_that_nobody_reads_are_not_searched_for() -> None:
-    at = head_site(16, 64, 96)
-    unread, _ = packed(at, {})
-    read = CallSite(OP, at.attributes, {**unread.ports, "best": Shaped(DType.I32, (16,))})
-    names = [[one.kernel for one in launches(site, THOR)] for site in (unread, read)]
-    assert names[1] == [*names[0], "head_best"]
-    assert "head_best" not in names[0]
-
-
-def test_one_launch_over_the_rows_that_may_be_chosen() -> None:
-    for vocab, slices in ((0, 31), (65536, 8)):
-        ports = {"sums": Shaped(DType.F32, (16, 248320)), "best": Shaped(DType.I32, (16,))}
-        at = CallSite(OP, OP.complete({"vocab": vocab}), ports)
-        (launch,) = best_launches(at, THOR, "sums")
-        assert launch.grid == (slices, 16, 1)

@@ -47,25 +47,6 @@ def test_equal_columns_have_equal_sums(kind: str, columns: int, lanes: int, rows
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
-@pytest.mark.parametrize("rows", [16, 32])
-def test_columns_that_are_padding_have_no_squares(rows: int) -> None:
-    """Three halves of an n-tile: the fourth would lie behind the sums of squares."""
-    rng = np.random.default_rng(rows)
-    inputs: dict[str, Array] = {
-        "x": rng.standard_normal((rows, 256)).astype(BF16),
-        "residual": rng.standard_normal((rows, 96)).astype(BF16),
-        **weight_case(rng, "nvfp4", 96, 256),
-    }
-    call = kernel_runner.call_of(
-        LINEAR, OpCase("three", inputs, {"epilogue": "residual"}), y_squares=True
-    )
-    assert call.want["y0_squares"].shape[0] == 3
-    kernel_runner.compare(
-        LINEAR, kernel_runner.launch(call, Emulator(rows), Device((9, 0), 1)), call.want
-    )
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 @pytest.mark.parametrize("rows", [3, 16, 32])
 def test_every_cluster_counts_its_own_items(rows: int) -> None:
     """Each has three. If the second one counted on from the first, it would wait for sums that came

@@ -4,7 +4,7 @@ between calls, segments of few columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from support import kernel_runner
 from support.coverings import pairwise
 from support.linear_shapes import BF16, N4, SHAPES, bf16, nvfp4
-from support.slab_outputs import leaving
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
@@ -31,7 +30,7 @@ from thor_dflash.plugins.linear.layout import (
     layout,
 )
 from thor_dflash.plugins.linear.pack import pack, packed
-from thor_dflash.plugins.linear.partition import Partition, clusters, halves, partition
+from thor_dflash.plugins.linear.partition import Partition, halves, partition
 from thor_dflash.plugins.linear.reference import NEAR_ZERO, near_zero, weight_case
 
 SMALL = Device((9, 0), 12)
@@ -73,67 +72,6 @@ def streamed(plan: PackedLayout, cut: Partition) -> list[float]:
         sum(i.piece.step_bytes + (1152 if i.narrow else 0) for i in items) / 2 * longest
         for items in cut.clusters
     ]
-
-
-@pairwise(quick=7, shape=list(SHAPES), multiprocessors=[1, 2, 20, 132])
-def test_every_tile_is_made_once_over_all_of_k(shape: str, multiprocessors: int) -> None:
-    plan = _layout(*SHAPES[shape])
-    cut = partition(plan, multiprocessors)
-    assert made(plan, cut) == wanted(plan)
-    assert all(cut.clusters)
-    assert len(cut.clusters) <= clusters(cut.parts, multiprocessors, cut.each)
-    assert all(run.start % 2 == 0 for run in halves(plan, cut.parts))
-    covered = [h for run in halves(plan, cut.parts) for h in run]
-    assert covered == list(range(-(-plan.k // 64)))
-
-
-def test_a_block_of_a_cluster_begins_with_a_whole_step() -> None:
-    """K = 832 has 13 half steps, so the last step consists of a single one."""
-    plan = _layout(832, (N4,), (256,), False)
-    assert halves(plan, 4) == [range(2), range(2, 6), range(6, 10), range(10, 13)]
-
-
-def copies(table: Array, count: int) -> Iterator[tuple[int, int]]:
-    """First byte and size of every copy that the blocks of a launch request, over `count` half
-    steps: of whole steps for NVFP4, of slots for the other kinds.
-    """
-    for (offset, stride, _, rest), narrow in table.reshape(-1, 2, 4).tolist():
-        kind, tiles = WeightKind(rest & 3), rest >> 8 & 255
-        if kind is N4:
-            for step in range(-(-count // 2)):
-                yield 512 * (offset + stride * step), tiles * kind.step_bytes
-        else:
-            for tile, q in np.ndindex(tiles, count * kind.slots):
-                step, slot = divmod(q, 2 * kind.slots)
-                at = 512 * (offset + stride * step) + tile * kind.step_bytes
-                yield at + slot * kind.slot_bytes, kind.slot_bytes // (2 if rest & 4 else 1)
-        there = tiles and narrow[2] >= 0
-        for q in range(count if there else 0):
-            yield 64 * narrow[0] + 512 * narrow[1] * (q // 2) + 2304 * (q % 2), 576
-
-
-@pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
-@pytest.mark.parametrize("shape", ["in_proj", "gate_up", "out_proj"])
-def test_every_byte_is_asked_for_once(shape: str, device: Device) -> None:
-    plan = _layout(*SHAPES[shape])
-    cut = partition(plan, device.multiprocessors)
-    times = np.zeros(plan.nbytes // 64, np.int8)
-    for at, size in copies(cut.item_table(), -(-plan.k // 64)):
-        times[at // 64 : (at + size) // 64] += 1
-    assert times.max() == 1
-    padding = 32 if shape == "in_proj" else 0  # half of a bf16 n-tile
-    assert (times == 0).sum() * 64 == padding * 2 * plan.k
-
-
-@pytest.mark.parametrize(
-    ("parts", "each", "fit"),
-    [(2, 2, 132), (4, 2, 62), (8, 2, 30), (4, 3, 92), (8, 3, 45)],
-)
-def test_all_clusters_of_a_launch_fit_on_an_h100(parts: int, each: int, fit: int) -> None:
-    """`fit` is the result of cuOccupancyMaxActiveClusters on an H100. One cluster more would run
-    only after the others have ended, and the launch would take twice as long.
-    """
-    assert clusters(parts, H100.multiprocessors, each) <= fit
 
 
 @pytest.mark.parametrize("device", [THOR, H100], ids=["thor", "h100"])
@@ -300,34 +238,6 @@ def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> 
         kernel_runner.compare(LINEAR, got, call.want)
         made = got["y0"].astype(np.float32) * factor
         np.testing.assert_array_equal(got["y0_slabs"], kernel_runner.slabs(made.astype(BF16)))
-
-
-@pairwise(quick=3, rows=[1, 16, 32], epilogue=["none", "swiglu", "residual"])
-def test_rows_can_be_left_for_the_next_product(rows: int, epilogue: str) -> None:
-    """The slabs hold the very rows of the output."""
-    rng = np.random.default_rng(rows)
-    inputs: dict[str, Array] = {"x": rng.normal(0, 1, (rows, 192)).astype(BF16)}
-    segments = 2 if epilogue == "swiglu" else 1
-    for i in range(segments):
-        inputs |= {f"{name}{i}": value for name, value in nvfp4(rng, 320, 192).items()}
-    if epilogue == "residual":
-        inputs["residual"] = rng.normal(0, 1, (rows, 320)).astype(BF16)
-    case = OpCase("left", inputs, {"epilogue": epilogue, "segments": segments})
-    call = leaving(kernel_runner.call_of(LINEAR, case), "y0")
-    got = kernel_runner.launch(call, Emulator(rows), SMALL)
-    kernel_runner.compare(LINEAR, got, call.want)
-    np.testing.assert_array_equal(got["y0_slabs"], kernel_runner.slabs(got["y0"]))
-
-
-@pytest.mark.parametrize("head", [8, 16, 32, 64, 128, 256, 768])
-def test_the_norm_may_be_over_heads_of_any_width(head: int) -> None:
-    rng = np.random.default_rng(head)
-    inputs = {
-        "x": rng.normal(0, 3, (5, 768)).astype(BF16),
-        "norm_weight": rng.normal(0, 1, head).astype(BF16),
-        **{f"{name}0": value for name, value in nvfp4(rng, 64, 768).items()},
-    }
-    kernel_runner.run(LINEAR, OpCase("heads", inputs, {"head_dim": head}), Emulator(head))
 
 
 def test_packing_refuses_scales_that_are_nan_or_negative() -> None:

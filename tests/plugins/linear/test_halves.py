@@ -15,12 +15,9 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.linear.layout import WeightKind, _layout
-from thor_dflash.plugins.linear.partition import Partition, partition
 from thor_dflash.plugins.linear.reference import weight_case
 
 BF16 = DType.BF16.numpy
-N4 = WeightKind.NVFP4
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 
@@ -42,12 +39,6 @@ def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> OpCas
     return OpCase("thin", inputs, {"segments": len(segments)})
 
 
-def thin_cut(k: int, on: Device) -> Partition:
-    kinds = tuple(N4 if kind == "nvfp4" else WeightKind.BF16 for kind, _ in THIN)
-    plan = _layout(k, kinds, tuple(n for _, n in THIN), False)
-    return partition(plan, on.multiprocessors)
-
-
 @emulated
 @pairwise(quick=4, rows=[1, 16, 32], k=[16, 128, 320, 1152], multiprocessors=[3, 5, 40])
 def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
@@ -64,12 +55,3 @@ def test_no_half_is_read_beyond_its_end(k: int) -> None:
         kernel_runner.call_of(LINEAR, thin(16, k, [("nvfp4", 256), ("bfloat16", 120)])),
         Device((9, 0), 8),
     )
-
-
-def test_halves_that_are_only_padding_are_not_dealt() -> None:
-    for k, on, parts in ((320, 5, 2), (2048, 40, 8)):
-        cut = thin_cut(k, Device((9, 0), on))
-        pieces = [i.piece for items in cut.clusters for i in items]
-        found = sorted((p.first, p.half) for p in pieces if p.half is not None)
-        assert found == [(0, 0), (0, 1), (1, 0)]
-        assert cut.parts == parts

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import kernel_runner
 from support.coverings import pairwise
-from support.linear_shapes import BF16, SHAPES, nvfp4
+from support.linear_shapes import BF16, nvfp4
 
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import OpCase
-from thor_dflash.plugins.launch import H100, THOR, Device, Int
+from thor_dflash.plugins.launch import Device, Int
 from thor_dflash.plugins.linear import launch
 from thor_dflash.plugins.linear.layout import TILE, WeightKind, _layout, layout
-from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, SLIM, WIDE, Tiling, _cuts, cut
+from thor_dflash.plugins.linear.prefill_launch import HIGH, LOW, Tiling, _cuts, cut
 
 
 def items(found: Tiling) -> list[tuple[int, int, int, int]]:
@@ -52,38 +52,6 @@ def test_every_cut_makes_every_row_and_column_once(
         assert (times[:rows] == 1).all(), found
 
 
-def shape(found: Tiling) -> tuple[int, int, int]:
-    """n-tiles of the widest items, rows of the first ones, and the number of items."""
-    height = found.height if found.whole else LOW
-    return max(piece.tiles for piece in found.pieces), height, found.items
-
-
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("head", "nano")])
-def test_a_device_of_few_multiprocessors_gets_the_widest_items(name: str) -> None:
-    for rows in (33, 64, 100, 128, 512, 2048):
-        width, height, _ = shape(cut(_layout(*SHAPES[name]), rows, THOR.multiprocessors))
-        assert (width, height) == (WIDE, LOW if rows <= LOW else HIGH)
-
-
-@pytest.mark.parametrize(
-    ("rows", "found"),
-    [
-        (64, (SLIM, LOW, 40)),
-        (128, (SLIM, LOW, 80)),
-        (256, (WIDE, LOW, 80)),
-        (512, (WIDE, HIGH, 80)),
-    ],
-)
-def test_few_columns_are_cut_for_many_blocks(rows: int, found: tuple[int, int, int]) -> None:
-    """5,120 columns, for the 132 multiprocessors of an H100."""
-    assert shape(cut(_layout(*SHAPES["down"]), rows, H100.multiprocessors)) == found
-
-
-def test_long_steps_are_cut_in_whole_rounds_and_what_is_left_in_halves() -> None:
-    assert shape(cut(_layout(*SHAPES["gate_up"]), 2048, 132)) == (WIDE, HIGH, 2112 + 2 * 64)
-    assert shape(cut(_layout(*SHAPES["in_proj"]), 2048, 132)) == (WIDE, HIGH, 1040)
-
-
 needs_emulator = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 ROWS, BLOCKS = (40, 64, 70, 130, 200, 300), (1, 2, 5, 6, 12, 132)
 
@@ -104,13 +72,6 @@ def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
     found, product = cut(layout(call.site), rows, blocks), launch.launches(call.site, device)[-1]
     assert product.grid == (min(found.items, blocks), 1, 1)
     assert product.arguments[-2:] == (Int(len(found.pieces)), Int(found.whole))
-
-
-def test_the_cuts_above_have_items_of_every_kind() -> None:
-    plan = _layout(192, (WeightKind.NVFP4,), (576,), False)
-    found = [cut(plan, rows, blocks) for rows in ROWS for blocks in BLOCKS]
-    assert {shape(one)[:2] for one in found} == {(w, h) for w in (WIDE, SLIM) for h in (HIGH, LOW)}
-    assert any(0 < one.whole < one.tiles for one in found), "whole ones and then halves"
 
 
 @needs_emulator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,15 +20,13 @@ from support.kernel_runner import (
     call_of,
     compare,
     launch,
-    packed,
-    site_of,
     slabs,
 )
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import GDN, LINEAR
-from thor_dflash.plugins.contract import Attribute, Op, OpCase
-from thor_dflash.plugins.launch import CallSite, Device, Launch, Shaped
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attribute, OpCase
+from thor_dflash.plugins.launch import CallSite, Device, Launch
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import WeightKind
 from thor_dflash.plugins.linear.reference import weight_case
@@ -82,27 +79,6 @@ def test_a_row_is_the_same_among_any_number_of_rows_and_blocks(
         np.testing.assert_array_equal(among[name][:33].view(np.uint16), want.view(np.uint16))
 
 
-def test_a_row_is_the_same_in_every_place_of_a_tile() -> None:
-    case = three_kinds(300)
-    turned = OpCase("turned", {**case.inputs, "x": case.inputs["x"][::-1]}, case.attributes)
-    want = run(call_of(LINEAR, case), device(3))
-    for name, got in run(call_of(LINEAR, turned), device(16)).items():
-        np.testing.assert_array_equal(got[::-1].view(np.uint16), want[name].view(np.uint16))
-
-
-@pairwise(kind=["nvfp4", "fp8", "bfloat16"], t=[64, 128], shared=[232448, 101376])
-def test_the_ring_has_as_many_stages_as_fit_in_shared_memory(
-    kind: str, t: int, shared: int
-) -> None:
-    rng = np.random.default_rng(t)
-    case = OpCase(kind, {"x": rows(rng, t, 64), **weight_case(rng, kind, 8, 64)}, {})
-    one = product(call_of(LINEAR, case).site, Device((9, 0), 132, shared))
-    stages = one.defines["STAGES"]
-    assert 2 <= stages <= 6
-    assert one.shared <= shared
-    assert stages == 6 or one.shared // stages * (stages + 1) > shared
-
-
 @pairwise(
     quick=6,
     kind=["nvfp4", "fp8", "bfloat16"],
@@ -142,17 +118,6 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
     run(call_of(LINEAR, OpCase("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
 
 
-@pytest.mark.parametrize(("head_dim", "blocks"), [(0, 1), (6144, 1), (128, 3)])
-def test_several_blocks_prepare_a_row_if_no_sum_covers_all_of_it(
-    head_dim: int, blocks: int
-) -> None:
-    t, k = 33, 6144
-    shapes = {"x": (t, k), "norm_weight": (head_dim or k,), "weight0": (16, k)}
-    inputs = {name: Shaped(DType.BF16, shape) for name, shape in shapes.items()}
-    site, _ = packed(site_of(LINEAR, {"head_dim": head_dim}, inputs), {})
-    assert launches(site, device(1))[0].grid == (t, blocks, 1)
-
-
 @pairwise(quick=3, kind=["nvfp4", "fp8", "bfloat16"], n=[8, 136, 296])
 def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
@@ -160,13 +125,6 @@ def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     x |= weight_case(rng, kind, n, 128, 1)
     call = call_of(LINEAR, OpCase("swiglu", x, {"segments": 2, "epilogue": "swiglu"}))
     run(call, device(3), n)
-
-
-@pytest.mark.parametrize("op", [LINEAR, GDN], ids=lambda op: op.name)
-def test_what_other_blocks_read_too_is_kept_for_them(op: Op) -> None:
-    """A copy of another kind gives the same results, but takes it from memory every time."""
-    source = (op.folder / "prefill.cu").read_text()
-    assert set(re.findall(r"\bcopy_bulk\w*", source)) == {"copy_bulk_kept"}
 
 
 @pytest.mark.parametrize(

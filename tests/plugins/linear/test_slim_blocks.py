@@ -4,8 +4,6 @@ two on a multiprocessor.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from emulator.compiler import COMPILER
@@ -13,15 +11,14 @@ from emulator.runner import Emulator
 from support import kernel_runner
 from support.coverings import pairwise
 from support.kernel_cases import CANCELLED, cases_of
-from support.linear_shapes import SHAPES
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import OpCase
-from thor_dflash.plugins.launch import H100, THOR, Device
+from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear import decode_launch
-from thor_dflash.plugins.linear.layout import PackedLayout, WeightKind, _layout
-from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters, partition
+from thor_dflash.plugins.linear.layout import PackedLayout
+from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters
 from thor_dflash.plugins.linear.reference import weight_case
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -82,27 +79,3 @@ def test_any_product_may_be_made_by_slim_blocks(
     call = kernel_runner.call_of(LINEAR, cases_of(LINEAR)[name])
     got = kernel_runner.launch(call, Emulator(seed), Device((9, 0), 3))
     kernel_runner.compare(LINEAR, got, call.want, nearest=name not in CANCELLED)
-
-
-@pytest.mark.parametrize("k", [6144, 17408])
-def test_few_columns_get_slim_blocks_on_an_h100_and_not_on_a_thor(k: int) -> None:
-    plan = _layout(k, (WeightKind.NVFP4,), (5120,), False)
-    cut = partition(plan, H100.multiprocessors)
-    assert (cut.warps, cut.parts) == (4, 8)
-    assert [len(items) for items in cut.clusters] == [1] * 40
-    assert partition(plan, THOR.multiprocessors).warps == 8
-
-
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize(("warps", "each"), [(8, 2), (4, 3)])
-def test_blocks_fit_on_a_multiprocessor(warps: int, each: int, parts: int) -> None:
-    """A multiprocessor has 228 KB, and a block takes 1 KB more than it asks for. Source: CUDA
-    programming guide.
-    """
-    gate_and_up, out = _layout(*SHAPES["gate_up"]), _layout(*SHAPES["out_proj"])
-    assert gate_and_up.narrow
-    cuts = [(out, by_head) for by_head in (False, True)]
-    cuts += [(gate_and_up, False)] if warps == 8 else []
-    for (plan, by_head), tiles in itertools.product(cuts, (1, 2)):
-        shared = decode_launch._shared(tiles, plan, Partition(warps, each, parts, (), by_head))
-        assert each * (shared + 1024) <= 228 * 1024

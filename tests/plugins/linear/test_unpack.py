@@ -9,8 +9,6 @@ from support.kernel_runner import call_of, in_kernel_types
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import HEAD, LINEAR, Op
 from thor_dflash.plugins.contract import OpCase
-from thor_dflash.plugins.linear import pack
-from thor_dflash.plugins.linear.layout import CLUSTERS, narrow_tiles
 from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 
@@ -59,43 +57,9 @@ def test_unpacking_gives_back_what_was_packed(
         np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
 
 
-def test_a_block_whose_scale_is_zero_becomes_zero() -> None:
-    given = in_kernel_types(LINEAR, case(LINEAR, ("nvfp4",), (64,), 128, "none"))
-    inputs = dict(given.inputs)
-    inputs["block_scale0"] = inputs["block_scale0"].copy()
-    inputs["block_scale0"][3, 2] = 0
-    call = call_of(LINEAR, OpCase("zero", inputs, given.attributes))
-    got = unpack(call.site, call.inputs["packed"], call.inputs["scales"])
-    assert not got["weight0"][3, 16:24].any()
-    assert got["block_scale0"][3, 2] == 0
-
-
-def test_codes_of_a_zero_scale_are_zeroed_in_narrow_tiles_too() -> None:
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, (64, 64), np.uint8)
-    scales = rng.integers(1, 0x7F, (64, 8), np.uint8)
-    scales[3, 2] = 0
-    zeroed = codes.copy()
-    zeroed[3, 16:24] = 0
-    packed = [np.empty((1, 2, 2304), np.uint8) for _ in range(2)]
-    for given, out in zip((codes, zeroed), packed, strict=True):
-        pack._narrow(given, scales, out)
-    np.testing.assert_array_equal(*packed)
-
-
 def test_an_fp8_weight_that_is_no_number_is_refused() -> None:
     given = in_kernel_types(LINEAR, case(LINEAR, ("fp8",), (64,), 128, "none"))
     weight = given.inputs["weight0"].copy()
     weight.view(np.uint8)[5, 7] = 0xFF
     with pytest.raises(ValueError, match="weight must be numbers"):
         call_of(LINEAR, OpCase("nan", {**given.inputs, "weight0": weight}, given.attributes))
-
-
-@pytest.mark.parametrize(
-    ("each", "left", "narrow"),
-    [(4, 0, 0), (4, 1, 1), (4, 33, 33), (4, 34, 0), (7, 9, 9), (3, 9, 0), (8, 9, 0)],
-)
-def test_tiles_left_over_are_narrow_if_every_cluster_takes_at_most_one_of_them(
-    each: int, left: int, narrow: int
-) -> None:
-    assert narrow_tiles(each * CLUSTERS + left) == narrow

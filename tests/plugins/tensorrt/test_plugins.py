@@ -25,9 +25,8 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import DOMAIN, Op
-from thor_dflash.plugins.launch import THOR, CallSite, Scratch, Shaped
-from thor_dflash.plugins.standard.nodes import EMBED
-from thor_dflash.plugins.tensorrt.node import BODILESS, PluginNode, describe, parse, tensor_of
+from thor_dflash.plugins.launch import THOR, CallSite, Shaped
+from thor_dflash.plugins.tensorrt.node import PluginNode, describe, parse, tensor_of
 
 every_operator = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
@@ -157,43 +156,6 @@ def test_what_the_kernels_refuse_is_refused_once_all_is_known(op: Op) -> None:
         plugin.on_shape_change(ins, outs)
 
 
-@every_operator
-def test_workspace_is_the_scratch_that_need_not_last(op: Op) -> None:
-    for name, site in taken(op):
-        node = node_of(site)
-        registered(node)
-        plugin = trt.made(node)
-        descs = [trt.dynamic(shaped) for shaped in both(site, node)]
-        count = len(node.inputs)
-        wanted = {
-            a.name: -(-a.nbytes // 256) * 256
-            for one in rule_of(op).launches(site, THOR)
-            for a in one.arguments
-            if isinstance(a, Scratch) and not a.zeroed
-        }
-        got = plugin.get_workspace_size(descs[:count], descs[count:])
-        assert got == sum(wanted.values()), name
-        trt.get_plugin_registry().creators.clear()
-
-
-def test_different_calls_have_different_keys() -> None:
-    """A creator finds a call by its key, two integers of 31 bits."""
-    nodes = [node_of(site) for op in OPS for _, site in taken(op)]
-    keys = {node.key: repr(node) for node in nodes}
-    assert len(keys) == len({repr(node) for node in nodes})
-    for half in (0, 1):
-        assert all(0 <= key[half] < 1 << 31 for key in keys)
-
-
-def test_a_changed_or_missing_field_is_refused() -> None:
-    [node, *_] = [node_of(site) for _, site in taken(OPS[0])]
-    fields = node.fields()
-    with pytest.raises(ValueError, match="must be as it was written"):
-        parse("linear", {**fields, "norm_eps": 0.5})
-    with pytest.raises(ValueError, match="must have the field ports"):
-        parse("linear", {n: v for n, v in fields.items() if n != "ports"})
-
-
 def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
     first, other = [node_of(site) for _, site in list(taken(OPS[0]))[:2]]
     [creator] = registered(first)
@@ -209,26 +171,6 @@ def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
         creator.create_plugin("x", trt.fields({"call0": other.key[0], "call1": other.key[1]}), None)
     with pytest.raises(EngineError, match=r"registered once .* close the other"):
         registered(first)
-
-
-def test_a_clone_does_not_share_the_originals_memory() -> None:
-    site = next(taken(OPS[0]))[1]
-    node = node_of(site)
-    registered(node)
-    plugin = trt.made(node)
-    plugin._call = object()
-    assert plugin.clone()._call is None
-    plugin._call = None
-
-
-def test_bytes_are_declared_as_words_of_four() -> None:
-    assert tensor_of(Shaped(DType.U8, (40,))) == Shaped(DType.I32, (10,))
-    assert tensor_of(Shaped(DType.FP8, (2, 40))) == Shaped(DType.FP8, (2, 40))
-    for op in OPS[:1]:
-        for _, site in taken(op):
-            for port, shaped in site.ports.items():
-                if shaped.dtype is DType.U8 and port not in BODILESS:
-                    assert np.prod(shaped.shape) % 4 == 0, port
 
 
 # ---- enqueue -----------------------------------------------------------------------------------
@@ -299,21 +241,6 @@ def test_a_capture_finds_everything_made_or_says_so(
             fresh.enqueue()
 
 
-def test_the_same_sizes_given_again_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT may call on_shape_change again while a stream is captured."""
-    op = OPS[0]
-    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
-    machine = Emulated(monkeypatch, THOR)
-    ready = Ready(machine, call, apart=False)
-    ready.fill()
-    ready.enqueue()
-    machine.capturing = True
-    before = len(machine.done)
-    ready.plugin.on_shape_change(ready.ins, ready.outs)
-    ready.enqueue()
-    assert not [name for name in machine.done[before:] if name.startswith("cuMem")]
-
-
 def test_nothing_is_launched_while_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT times plugins on inputs whose values mean nothing."""
     op = OPS[0]
@@ -325,34 +252,3 @@ def test_nothing_is_launched_while_an_engine_is_built(monkeypatch: pytest.Monkey
     ready.plugin.on_shape_change(ready.ins, ready.outs)
     ready.enqueue()
     assert not machine.done
-
-
-@pytest.mark.parametrize("mask", [-1, 7])
-def test_a_standard_node_has_as_many_rows_as_its_input(mask: int) -> None:
-    """A prefill's embedding has as many rows as ids; a drafter's has a fixed number of rows."""
-    rows, ids = (40, 40) if mask < 0 else (16, 1)
-    ports = {
-        "table": Shaped(DType.BF16, (99, 64)),
-        "ids": Shaped(DType.I32, (ids,)),
-        "rows": Shaped(DType.BF16, (rows, 64)),
-    }
-    node = describe(CallSite(EMBED, EMBED.complete({"mask": mask, "rows": rows}), ports), {"rows"})
-    declared = node.output_shapes({"table": [99, 64], "ids": ["T"]}, lambda n: n)
-    assert declared == {"rows": ("T" if mask < 0 else 16, 64)}
-    assert parse("embed", node.fields()) == node
-
-
-def test_a_plugin_frees_what_it_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = OPS[0]
-    call = call_of(op, cases_of(op)[small(op)[0].values[1]])
-    machine = Emulated(monkeypatch, THOR)
-    ready = Ready(machine, call, apart=False)
-    ready.fill()
-    ready.enqueue()
-    made = [n for n in machine.done if n in ("cuMemcpyHtoDAsync", "cuMemsetD8Async")]
-    assert made
-    assert ready.plugin.nbytes > 0
-    ready.plugin.destroy()
-    ready.plugin.destroy()
-    assert machine.done.count("cuMemFree") == len(made)
-    assert ready.plugin.nbytes == 0
