@@ -11,7 +11,7 @@ from support.loop_models import answer, drafts, oracle, prompt, session
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy, Reason
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request
 
@@ -35,24 +35,6 @@ class Looking(Policy):
         return self.narrow(tokens, block)
 
 
-@dataclass
-class Watching(Policy):
-    """A policy that forces the beginning of every other block, and keeps the tokens of every block
-    as they were verified.
-    """
-
-    seen: list[tuple[int, ...]] = field(default_factory=list)
-    odd: bool = False
-
-    def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        self.odd = not self.odd
-        return block.forcing((5, 6, 7), "a test") if self.odd else block
-
-    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
-        self.seen.append(tuple(session().model.read("tokens").tolist()))
-        return record.count
-
-
 def whole() -> Array:
     """A mask that allows every id after every row."""
     width = session().model.graphs["accept_masked"].inputs["mask"].at({})[1]
@@ -68,49 +50,6 @@ def test_looking_changes_nothing(proposer: Proposer, masked: bool) -> None:
     assert answer(session(), REQUEST, proposer, (looking,)) == truth
     assert session().report().spec == plain
     assert len(looking.seen) == plain.cycles
-
-
-def test_a_drafter_that_is_seen_drafts_what_it_does_unseen() -> None:
-    """The drafter must begin at the newest token and take account of the ids that this block
-    forces, whether it runs by itself, before a look, or together with the verify.
-    """
-    unseen, beside = Watching(), Watching()
-    truth = answer(session(), REQUEST, DflashDrafter(), (unseen,))
-    looking = Looking(lambda _, block: block)
-    assert answer(session(), REQUEST, DflashDrafter(), (beside, looking)) == truth
-    assert looking.seen == beside.seen == unseen.seen
-    assert len(unseen.seen) > 2
-    assert {tokens[1:4] == (5, 6, 7) for tokens in unseen.seen} == {True, False}
-
-
-def test_what_a_look_did_is_noted() -> None:
-    looking = Looking(lambda _, block: replace(block, forced=(-1, 7), cap=4))
-    answer(session(), REQUEST, NoDrafter(), (looking,))
-    notes = {(n.what, n.why): n.cycles for n in session().report().notes}
-    cycles = session().report().spec.cycles
-    assert notes["forced", "grammar"] == cycles
-    assert 0 < notes["capped", "grammar"] <= cycles
-
-
-@pytest.mark.parametrize(
-    ("before", "forced", "cap", "found"),
-    [
-        ((), (), 8, []),
-        ((), (-1, -1), 8, []),
-        ((), (-1, 7), 8, ["forced"]),
-        ((), (-1, 7), 7, ["forced", "capped"]),
-        # The block already forced ids before the look and has the reason for that.
-        ((5,), (5, -1), 8, []),
-        ((5,), (5, 7), 7, ["capped"]),
-    ],
-)
-def test_reasons_of_a_look(
-    before: tuple[int, ...], forced: tuple[int, ...], cap: int, found: list[str]
-) -> None:
-    block = Block(cap=8, forced=before, reasons=(Reason("gated", "a test"),))
-    seen = replace(block, forced=forced, cap=cap).because(block, "a look")
-    assert [(r.what, r.why) for r in seen.reasons[1:]] == [(what, "a look") for what in found]
-    assert seen.reasons[:1] == block.reasons
 
 
 def test_the_drafts_are_seen_and_replaced() -> None:

@@ -128,21 +128,6 @@ def commit(s: Session, tokens: list[int], count: int) -> None:
     s.model.state.commit(count)
 
 
-def test_a_restored_snapshot_says_what_the_drafter_never_saw() -> None:
-    s = session()
-    state = s.model.state
-    answers = s.run(Request(prompt=prompt(40, 7), max_tokens=60), NoDrafter())
-    while not next(answers).tokens:
-        pass
-    answers.close()
-    unseen, here = state.first, state.snapshot()
-    assert unseen == state.length
-    state.reset()
-    assert state.first == 0
-    state.restore(here)
-    assert state.first == unseen
-
-
 @pytest.mark.parametrize(
     ("geometry", "count"),
     [
@@ -167,12 +152,6 @@ def test_fold_of_n_rows_is_n_folds_of_one(geometry: str, count: int) -> None:
     for name in whole.arrays:
         if name.endswith((".state", ".tail")) or name.startswith("attention."):
             assert np.array_equal(whole.arrays[name], single.arrays[name]), name
-
-
-def test_saving_records_or_states_gives_the_same_answer() -> None:
-    request = Request(prompt=prompt(45, seed=8), max_tokens=50)
-    truth = plain(session(), request)
-    assert answer(session(saves="states"), request, erring(truth, 0.2, 1)) == truth
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -212,17 +191,6 @@ def test_a_restored_snapshot_goes_on_like_the_original(length: int) -> None:
     assert [n for n in same if got[n] != want[n]] == []
 
 
-def test_a_closed_iterator_needs_no_undo() -> None:
-    s = session()
-    request = Request(prompt=prompt(40, 1), max_tokens=40)
-    truth = plain(s, request)
-    answers = s.run(request, DflashDrafter())
-    next(answers)
-    answers.close()
-    assert answer(s, request, DflashDrafter()) == truth
-    assert s.report().finish == "length"
-
-
 def test_one_wait_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session()
     engine, reads = s.model.engine, []
@@ -243,16 +211,6 @@ def test_commit_must_follow_a_verify(rows: int, count: int) -> None:
         s.model.state.commit(count)
 
 
-def test_a_restored_state_has_no_rows_to_commit() -> None:
-    s = session()
-    started(s)
-    here = s.model.state.snapshot()
-    s.model.verify()
-    s.model.state.restore(here)
-    with pytest.raises(TransactionError, match=r"must be 1..0 of the last verify \(got 1\)"):
-        s.model.state.commit(1)
-
-
 @pytest.mark.parametrize("again", [SequenceState.reset, SequenceState.restore])
 def test_a_failed_step_must_be_reset_or_restored(
     again: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -268,21 +226,6 @@ def test_a_failed_step_must_be_reset_or_restored(
         s.model.step(Block(cap=1), (), (), ())
     again(s.model.state, *before)
     s.model.verify()
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_fold_of_no_rows_changes_nothing(geometry: str) -> None:
-    s = session(geometry)
-    started(s)
-    commit(s, list(prompt(16, seed=11)), 5)
-    s.model.verify()  # folds the 5
-    folded = bits(s.model.state.snapshot())
-    assert s.model.state.accepted == 0
-    s.model.verify()
-    again = bits(s.model.state.snapshot())
-    for name in folded:
-        if name.endswith((".state", ".tail")):
-            assert folded[name] == again[name], name
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from support.loop_models import answer, prompt
 from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import ConfigError, PackageError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.ort import OrtEngine
@@ -82,50 +81,6 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
         ]
 
 
-def test_no_step_is_larger_than_the_chosen_size(every: Session) -> None:
-    every.model.chunk, every.prefixes = 32, PrefixCache(every.model)
-    assert every.model.step_sizes == (8, 32)
-    request = Request(prompt=LONG[:74], max_tokens=1)
-    rows = [c.prompt_rows for c in every.run(request, DflashDrafter()) if c.prompt_done]
-    assert rows == [32, 32, 32], "9 are left"
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_rows_the_drafter_has_yet_to_take_in_are_read_in_steps_of_these_sizes(
-    every: Session, monkeypatch: pytest.MonkeyPatch, blocks: int
-) -> None:
-    model = every.model
-    model.chunk = 32
-
-    def committed(late: bool) -> dict[str, bytes]:
-        model.state.reset()
-        model.prefill(LONG[:20], observe=True)
-        for block in range(blocks):
-            model.write_tokens(LONG[20 + 16 * block : 36 + 16 * block])
-            model.verify()
-            if not late:
-                model.engine.run([model.call("observe")])
-            model.state.commit(13)
-            if late:
-                model.hold(13)
-        shown.clear()
-        model.catch_up()
-        return {n: a.tobytes() for n, a in model.state.snapshot().arrays.items() if "drafter" in n}
-
-    shown: list[int] = []
-    call = model.call
-
-    def seen(name: str, rows: int = 0) -> Call:
-        shown.extend([rows] * (name == "observe_chunk"))
-        return call(name, rows)
-
-    monkeypatch.setattr(model, "call", seen)
-    eager = committed(late=False)
-    assert not shown
-    assert committed(late=True) == eager
-    assert shown == {1: [32], 3: [32, 8]}[blocks]
-
-
 def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
     """With a full context, the padding rows that a prefill step writes past the end of the prompt
     must not overwrite a row that is still visible.
@@ -157,39 +112,3 @@ def test_a_prefix_is_kept_in_steps_of_the_size_that_was_chosen(every: Session, s
     assert answer(every, request, DflashDrafter()) == truth
     assert every.report().usage.cached_tokens == put.held
     assert every.report().spec == spec, "the rings are the same, too"
-
-
-def test_a_prefix_of_other_steps_is_refused_from_disk(every: Session, tmp_path: Path) -> None:
-    every.model.chunk = 32
-    every.prefixes = PrefixCache(every.model)
-    every.prefixes.put("skills", LONG[:250])
-    every.prefixes.save("skills", tmp_path / "p")
-    every.model.chunk = 8
-    with pytest.raises(
-        PackageError, match=r"must be written with prefill steps of 8 tokens \(got 32\); put"
-    ):
-        every.prefixes.load(tmp_path / "p")
-
-
-@pytest.mark.parametrize("block", [0, 8])
-def test_sizes_above_the_one_asked_for_are_loaded_only_for_a_choice(
-    package: Path, block: int
-) -> None:
-    for asked, found in ((0, (32, 8)), (8, (8,)), (100, (100, 32, 8))):
-        config = EngineConfig(threads=1, chunk=asked, block=block)
-        s = open_session(package, config, Silent(), choose=asked > 0)
-        assert s.model.chunks == found
-        chunks = [
-            c.prompt_done for c in s.run(Request(prompt=LONG[:120], max_tokens=1), DflashDrafter())
-        ]
-        assert chunks[0] == found[0]
-    with pytest.raises(ConfigError, match=r"engine.chunk must be 8 or 32 or 100, .* \(got 16\)"):
-        open_session(package, EngineConfig(chunk=16), Silent())
-
-
-def test_bad_step_sizes_are_refused_by_the_build(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"build.chunks must be <= \d+, .* \(got 99999999\)"):
-        written(tmp_path, chunks=(99999999,))
-    for wrong in ((8, 8), (0,)):
-        with pytest.raises(ConfigError, match="build.chunks must be >= 1, each once"):
-            BuildConfig(chunks=wrong)

@@ -9,16 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from support.loop_models import prompt
-from support.thinking_models import after, first_seen, oracle, thinker
 
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
-from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
-from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
-from thor_dflash.runtime.policies.limits import TokenLimit
-from thor_dflash.runtime.text.thinking import Marks
 
 
 @dataclass
@@ -45,16 +39,6 @@ def totals(
     progress = DecodeProgress((1,))
     progress.commit([5] * count)
     return meter.report(finish, progress, count, busy)
-
-
-def test_a_last_step_that_commits_nothing_has_its_time(clock: Clock) -> None:
-    meter = RequestMeter(16, {"prefill": 3.0, "verify": 7.0, "observe": 1.0}, start=clock())
-    clock.now += 2
-    meter.prompt_done()
-    clock.now += 5  # a step that commits nothing: the grammar allows no token after its first row
-    report = totals(meter, "grammar_dead_end", 0, {"prefill": 4.5, "verify": 11.0, "observe": 1.0})
-    assert report.phases_ms == {"prefill": 1500, "verify": 4000, "host": 1500}
-    assert (report.timings.decode_ms, report.timings.e2e_ms) == (5000, 7000)
 
 
 def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
@@ -86,14 +70,6 @@ def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
         ("gated", "gate", 2, 1),
         ("capped", "budget", 3, 1),
     ]
-
-
-def test_a_request_that_ends_while_its_prompt_is_read_has_no_time_but_that(clock: Clock) -> None:
-    meter = RequestMeter(16, {}, start=clock())
-    clock.now += 2
-    times = totals(meter, "cancelled", 0, {}).timings
-    assert (times.prefill_ms, times.ttft_ms, times.decode_ms, times.e2e_ms) == (2000, 0, 0, 2000)
-    assert times.tok_s == 0
 
 
 @pytest.mark.parametrize(
@@ -147,28 +123,3 @@ def test_how_thinking_closed(
     )
     meter.closed(Block(cap=8, phase=phase, forced=forced), record)
     assert totals(meter, "length", 4, {}).close == want
-
-
-@pytest.mark.parametrize("drafted", [False, True])
-def test_thinking_that_opens_and_ends_in_one_block_has_a_close(drafted: bool) -> None:
-    """An answer may open its thinking itself. If one block opens and ends it, no block begins
-    inside thinking, so that the report has no such phase, but it must still say how it closed.
-    """
-    asked, model = prompt(24, 1), thinker().model
-    truth = after(asked, 20)
-    marks = Marks(truth[0], truth[first_seen(truth, 3)])
-    who = oracle(truth) if drafted else NoDrafter()
-    limit = (TokenLimit(20, 20),)
-    plan = DecodeRequest(
-        prompt=asked,
-        max_tokens=20,
-        max_answer=20,
-        stop=(),
-        proposer=who,
-        policies=limit,
-        marks=marks,
-    )
-    progress, meter = DecodeProgress(asked, marks), RequestMeter(16, model.engine.busy())
-    assert [t for chunk in decode(model, plan, progress, meter) for t in chunk.tokens] == truth
-    report = totals(meter, "length", 20, model.engine.busy())
-    assert (report.close, "thinking" in report.phases) == ("natural", not drafted)

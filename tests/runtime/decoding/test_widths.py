@@ -93,24 +93,6 @@ def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
         assert hist[-1] > 0
 
 
-def test_states_have_widths_too(tmp_path: Path) -> None:
-    path = package(tmp_path, "27b", saves="states")
-    request = Request(prompt=prompt(70, 2), max_tokens=50)
-    truth = answer(opened(path), request, NoDrafter())
-    assert answer(opened(path, 8), request, erring(truth, 0.2, 1)) == truth
-
-
 def test_a_width_the_package_has_not(built: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.block must be 4 or 8 or 12 or 16.*\(got 6\)"):
         opened(built, 6)
-
-
-@pytest.mark.parametrize("widths", [(3,), (0,), (4, 4), (8, 10)])
-def test_widths_are_multiples_of_4(widths: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"build.widths must be multiples of 4, each once"):
-        BuildConfig(widths=widths)
-
-
-def test_widths_are_below_the_block(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"build.widths must be below 12"):
-        package(tmp_path, "0.8b", block=12)

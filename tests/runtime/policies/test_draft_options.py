@@ -8,12 +8,11 @@ from support.loop_models import prompt, session
 from support.thinking_models import Asked, after, run
 
 from thor_dflash.config.decode import DraftConfig
-from thor_dflash.core.errors import RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import Session
 
 IT = Asked(239, length=120, max_tokens=24)
 OPTIONS = [
@@ -46,21 +45,6 @@ def test_no_option_changes_a_token(config: DraftConfig) -> None:
     assert report.spec.drafted > 0
 
 
-def test_every_option_reaches_the_drafter() -> None:
-    s, tokens = session(), prompt(150, 3)
-    all_of_it = drafts(s, DraftConfig(), tokens)
-    for config in (DraftConfig(window=16), DraftConfig(full=16), DraftConfig(context=4)):
-        assert not np.array_equal(drafts(s, config, tokens), all_of_it), config
-    assert not np.array_equal(drafts(s, DraftConfig(seed=4), tokens), all_of_it)
-    assert np.array_equal(drafts(s, DraftConfig(), tokens), all_of_it), "and none stays behind"
-
-
-def test_options_as_large_as_the_context_change_no_draft() -> None:
-    s, tokens = session(), prompt(150, 3)
-    config = DraftConfig(window=32, full=496, context=149, seed=149)
-    assert np.array_equal(drafts(s, config, tokens), drafts(s, DraftConfig(), tokens))
-
-
 @pytest.mark.parametrize("seed", [1, 32, 33, 100])
 def test_a_seed_shows_the_drafter_what_an_equal_context_does(seed: int) -> None:
     """A seed and a context of the same length show the drafter the same rows: with the seed, older
@@ -69,14 +53,6 @@ def test_a_seed_shows_the_drafter_what_an_equal_context_does(seed: int) -> None:
     s, tokens = session(), prompt(130, 5)
     seeded = drafts(s, DraftConfig(seed=seed), tokens)
     assert np.array_equal(seeded, drafts(s, DraftConfig(context=seed), tokens))
-
-
-def test_a_context_reaches_no_further_back_than_the_seed() -> None:
-    s, tokens = session(), prompt(150, 3)
-    seeded = drafts(s, DraftConfig(seed=33), tokens)
-    drafts(s, DraftConfig(), prompt(150, 4))  # fills the ring slots that the seed leaves unwritten
-    assert np.array_equal(drafts(s, DraftConfig(seed=33, context=100), tokens), seeded)
-    assert s.model.read("drafter.first") == 149 - 33
 
 
 def test_a_seed_spares_the_chunks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,36 +86,3 @@ def test_what_lies_before_the_context_cap_is_not_seen() -> None:
     model.write_first(0)
     model.engine.run([model.call("propose")])
     assert not np.array_equal(model.read("tokens"), capped)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DraftConfig(window=15), r"draft.window must be 0 or 16 to 32 tokens \(got 15\)"),
-        (DraftConfig(window=33), r"draft.window must be 0 or 16 to 32 tokens \(got 33\)"),
-        (DraftConfig(full=15), r"draft.full must be 0 or 16 to 496 tokens \(got 15\)"),
-        (DraftConfig(full=497), r"draft.full must be 0 or 16 to 496 tokens \(got 497\)"),
-    ],
-)
-def test_refused_at_once(config: DraftConfig, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        session().generate(Request(prompt=(1,), max_tokens=3, draft=config))
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        ("full", DraftConfig(window=16), r"window must be 0, the drafter has no sliding layers"),
-        (
-            "sliding",
-            DraftConfig(full=16),
-            r"full must be 0, the drafter has no full layers \(got 16",
-        ),
-    ],
-)
-def test_a_window_of_layers_that_the_drafter_lacks_is_refused(
-    kind: str, config: DraftConfig, message: str
-) -> None:
-    s = session(draft_layers=(f"{kind}_attention",))
-    with pytest.raises(RequestError, match=message):
-        s.generate(Request(prompt=(1,), max_tokens=3, draft=config))

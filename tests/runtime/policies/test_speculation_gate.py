@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from support.loop_models import session
-from support.thinking_models import Asked, after, run, thinker
+from support.thinking_models import Asked, run
 
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import (
-    CallableDrafter,
     DflashDrafter,
-    NoDrafter,
     Proposal,
 )
 from thor_dflash.runtime.engines.protocol import Call
@@ -86,14 +84,6 @@ def test_a_drafter_too_dear_for_its_hits(cost: float) -> None:
     assert sum(steps) < 0.05 * len(steps)
 
 
-def test_a_free_drafter_is_never_left_out() -> None:
-    world = World(lambda n: 1.0, lambda n: 0)
-    world.request(50)
-    ratio, steps = world.request(500)
-    assert all(steps)
-    assert ratio == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mean", [2.0, 3.5])
 def test_ordinary_text_is_not_gated(seed: int, mean: float) -> None:
@@ -129,54 +119,6 @@ def test_a_drafter_that_breaks_is_left_out_and_one_repaired_is_found() -> None:
     assert all(repaired[first:]), "one trial finds it"
 
 
-def test_a_drafter_that_becomes_cheap_is_found() -> None:
-    world = World(lambda n: 8.0 if n < 500 else 1.2, lambda n: 3)
-    _, steps = world.request(8000)
-    assert all(steps[-100:])
-
-
-def test_one_request_says_nothing_about_the_next() -> None:
-    bad = World(lambda n: 1.35, lambda n: 0)
-    _, steps = bad.request(300)
-    assert not steps[-1]
-    bad.agreed = lambda n: 4
-    ratio, steps = bad.request(300)
-    assert all(steps)
-    assert ratio < 0.5
-
-
-def test_a_process_measures_plain_steps_once() -> None:
-    world = World(lambda n: 1.35, lambda n: 4)
-    _, steps = world.request(100)
-    assert steps[:7] == [True, True, True, False, False, False, True]
-    assert all(steps[7:])
-    assert all(world.request(100)[1])
-
-
-@pytest.mark.parametrize(("cold", "agreed"), [(2.0, 8), (20.0, 2), (500.0, 2), (500.0, 8)])
-def test_a_slow_first_cycle_does_not_shut_the_gate(cold: float, agreed: int) -> None:
-    costs = iter([cold])
-    world = World(lambda n: next(costs, 1.35), lambda n: agreed)
-    _, steps = world.request(600)
-    assert steps.count(False) == GateRule().plain
-    assert all(world.request(600)[1])
-
-
-@pytest.mark.parametrize("cost", [1.1, 1.35, 3.0, 10.0])
-def test_measuring_a_dead_drafter_costs_three_cycles_more(cost: float) -> None:
-    ratio, _ = World(lambda n: cost, lambda n: 0).request(400)
-    assert (ratio - 1) * 400 <= GateRule().loss + 4 * cost + 0.015 * 400
-
-
-def test_a_context_that_grows_does_not_shut_the_gate() -> None:
-    """The cost of plain steps was measured at the beginning, when the context was short."""
-    world = World(
-        lambda n: 1.35 + n / 1000, lambda n: 3 if n % 3 else 1, plain=lambda n: 1 + n / 1000
-    )
-    _, steps = world.request(6000)
-    assert sum(steps) > 0.95 * len(steps)
-
-
 def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
     costs = StepCosts()
     for seconds in (1.35, 1.35):
@@ -197,42 +139,6 @@ def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
         now[0] += 1.35
         gate.judge(progress, cut, Record(1, -1, 0, 9, 0, (5,), (5,) * 16))
         gate.observe(progress, 1)
-
-
-@dataclass(frozen=True)
-class Sixes(Policy):
-    """A policy that forces six ids out of seven once the drafts are known, as a grammar does."""
-
-    def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        n = len(progress.tokens)
-        forced = tuple(5 if (n + i) % 7 < 6 else -1 for i in range(16))
-        return replace(block, look=lambda tokens, block: replace(block, forced=forced))
-
-
-@pytest.mark.parametrize("right", [False, True])
-def test_ids_that_a_look_forces_do_not_count_as_agreed_drafts(right: bool) -> None:
-    """A plain step commits forced ids, too. If they counted, they would hide that no draft is
-    right.
-    """
-    asked, now, drafted = Asked(511, max_tokens=175), [0.0], list[int]()
-    truth, plain = run(asked, NoDrafter(), [Sixes()])
-
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
-
-    def guess(progress: DecodeProgress) -> list[int]:
-        now[0] += 0.5
-        n = len(progress.tokens)
-        drafted.append(n)
-        return [(t + (not right)) % 512 for t in (truth[n:] + [9] * 15)[:15]]
-
-    got, report = run(
-        asked, CallableDrafter(guess), [SpeculationGate(StepCosts(), clock, GateRule()), Sixes()]
-    )
-    assert got == truth
-    assert (plain.spec.cycles, report.spec.accepted > 0) == (25, right)
-    assert len(drafted) == report.spec.cycles - 3 if right else len(drafted) < 12
 
 
 # --- what gated steps leave behind
@@ -297,37 +203,4 @@ def test_catching_up_leaves_the_rings_of_eager_observing(geometry: str, tokens: 
     assert rings(s.model) != want
     s.model.catch_up()
     assert rings(s.model) == want
-    assert s.model.state.behind == []
-
-
-@pytest.mark.parametrize("period", [1, 2, 40])
-def test_leaving_blocks_out_changes_no_token(period: int) -> None:
-    it = Asked(239, max_tokens=50)
-    truth = after(it.prompt, 50)
-    got, report = run(it, DflashDrafter(), [Every(period)])
-    assert got == truth
-    gated = [n for n in report.notes if n.what == "gated"]
-    assert sum(n.cycles for n in gated) == report.spec.cycles - report.spec.cycles // period
-    assert [n.cycle for n in gated] == [i * period for i in range(len(gated))]
-    assert len(gated) == (-(-report.spec.cycles // period) if period > 1 else 0)
-    assert report.spec.drafted == 15 * (report.spec.cycles // period)
-
-
-def test_a_snapshot_holds_what_the_drafter_has_yet_to_see() -> None:
-    s, it = thinker(), Asked(239, max_tokens=40)
-    run(it, DflashDrafter(), [Every(10**6)])
-    here = s.model.state.snapshot()
-    s.model.catch_up()
-    want = rings(s.model)
-    run(Asked(239, seed=9), DflashDrafter())
-    s.model.state.restore(here)
-    s.model.catch_up()
-    assert rings(s.model) == want
-
-
-def test_the_next_request_does_not_inherit_what_was_left_to_see() -> None:
-    s = thinker()
-    run(Asked(239, max_tokens=40), DflashDrafter(), [Every(10**6)])
-    assert s.model.state.behind
-    s.model.state.reset()
     assert s.model.state.behind == []

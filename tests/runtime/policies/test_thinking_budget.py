@@ -81,21 +81,6 @@ def test_drafts_in_every_phase(length: int) -> None:
     assert report.phases["closing"].cycles == (1 if length == 1 else 2)
 
 
-def test_a_forced_block_is_noted_and_so_is_the_cut_before_it() -> None:
-    close = message(20)
-    _, report = run(asked(20), oracle(by_hand(20, close)), [ThinkingBudget(20, close)])
-    notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
-    assert ("capped", "thinking budget", 1, 1) in notes
-    assert ("forced", "thinking budget", 2, 2) in notes
-
-
-def test_a_block_that_ends_where_the_budget_does_is_not_cut() -> None:
-    close = message(20)
-    _, report = run(asked(16), oracle(by_hand(16, close)), [ThinkingBudget(16, close)])
-    notes = [(n.what, n.why, n.cycle, n.cycles) for n in report.notes]
-    assert notes[0] == ("forced", "thinking budget", 1, 2)
-
-
 @pytest.mark.parametrize("limit", [1, 16, 31])
 def test_a_natural_close_makes_the_budget_inert(limit: int) -> None:
     truth = thoughts()
@@ -144,39 +129,6 @@ def test_max_tokens_inside_the_message(said: int) -> None:
         assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
 
 
-@pytest.mark.parametrize("most", [1, 2, 14, 20])
-def test_max_answer_counts_what_follows_the_thinking(most: int) -> None:
-    close = message(20)
-    want = by_hand(18, close)[: 18 + close.index(NEVER) + 1 + most]
-    it = Asked(NEVER, max_tokens=18 + REPLY, max_answer=most)
-    for proposer in proposers(want):
-        assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
-
-
-def test_a_stop_id_in_the_message_ends_the_request() -> None:
-    # A stop id ends the request wherever it is committed, even as a part of the message.
-    it = Asked(NEVER, max_tokens=60, stop=(18,))
-    got, _ = run(it, NoDrafter(), [ThinkingBudget(5, message(4))])
-    assert got == [*thoughts()[:5], *message(4)[:-1]]
-
-
-def test_without_thinking_nothing_happens() -> None:
-    it = Asked(NEVER, thinks=False)
-    plain = after(it.prompt, 60)
-    for proposer in proposers(plain):
-        got, report = run(it, proposer, [ThinkingBudget(3, message(4))])
-        assert got == plain
-        assert {"answer"} == set(report.phases)
-
-
-def test_the_prompt_is_not_counted() -> None:
-    for length in (3, 60, 200):
-        it = Asked(NEVER, length=length, max_tokens=40)
-        got, _ = run(it, DflashDrafter(), [ThinkingBudget(11, (NEVER,))])
-        assert got[11] == NEVER
-        assert len(got) == 40
-
-
 # --- soft
 
 
@@ -203,14 +155,6 @@ def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
         assert ("soft", "thinking budget") in {(n.what, n.why) for n in report.notes}
 
 
-def test_nothing_is_soft_after_the_close() -> None:
-    """With so wide a margin any soft row closes thinking; a soft row of the answer would, too."""
-    it = Asked(NEVER, max_tokens=50)
-    got, _ = run(it, oracle(thoughts()), [ThinkingBudget(45, message(4), SoftClose(7, 1e9))])
-    begin = [*thoughts()[:7], NEVER]
-    assert got == [*begin, *after([*it.prompt, *begin], 42)]
-
-
 @pytest.mark.parametrize("at", [18, 32])
 def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
     """With so wide a margin a soft row after the mark, in the same block, would close again."""
@@ -221,30 +165,3 @@ def test_a_natural_close_in_front_of_soft_rows_is_natural(at: int) -> None:
         assert got == thoughts()[:50]
         assert report.close == "natural"
         assert "soft" not in {note.what for note in report.notes}
-
-
-def test_a_margin_of_nothing_changes_nothing() -> None:
-    want = by_hand(20, message(4))
-    got, report = run(
-        asked(20), DflashDrafter(), [ThinkingBudget(20, message(4), SoftClose(0, 0.0))]
-    )
-    assert got == want
-    assert report.close == "hard"
-
-
-def test_the_state_after_a_close_is_that_of_the_same_tokens_one_by_one() -> None:
-    s, close = thinker(), message(20)
-    want = by_hand(23, close)
-
-    def state() -> dict[str, bytes]:
-        s.model.write_tokens([0])
-        s.model.verify()
-        arrays = s.model.state.snapshot().arrays
-        kept = [n for n in arrays if n.endswith((".state", ".tail")) or n.startswith("attention")]
-        return {name: arrays[name].tobytes() for name in kept}
-
-    run(asked(23), DflashDrafter(), [ThinkingBudget(23, close)])
-    drafted = state()
-    it = Asked(NEVER, max_tokens=len(want))
-    assert run(it, NoDrafter(), [ThinkingBudget(0, tuple(want))])[0] == want
-    assert state() == drafted

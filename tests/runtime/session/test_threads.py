@@ -9,10 +9,8 @@ import pytest
 from support.loop_models import DEAD, answer, prompt, session
 
 from thor_dflash.core.errors import TransactionError
-from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.engines.protocol import Call
-from thor_dflash.runtime.measure.score import blocks
 from thor_dflash.runtime.session import Request, Session
 
 MOMENT_S = 0.2
@@ -65,70 +63,6 @@ def test_a_request_of_another_thread_waits_for_the_step(
     assert not meeting.met
     with pytest.raises(TransactionError, match="must have the state to itself"):
         next(first)
-
-
-def test_a_prefix_of_another_thread_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    s, whole = session(), prompt(90, 3)
-    asked = Request(prompt=whole, max_tokens=12)
-    truth = answer(s, asked, NoDrafter())
-    first = s.run(Request(prompt=prompt(40, 1), max_tokens=40), DEAD)
-    meeting = Meeting(s, monkeypatch)
-    meeting.between(lambda: next(first), lambda: s.prefixes.put("it", whole))
-    assert answer(s, asked, NoDrafter()) == truth
-    assert s.report().usage.cached_tokens == 64
-    s.prefixes.drop("it")
-
-
-def test_a_prefix_that_a_request_interrupts_is_not_kept() -> None:
-    s, asked, found = session(), Request(prompt=prompt(50, 2), max_tokens=12), list[list[int]]()
-    truth = answer(s, asked, NoDrafter())
-
-    def stopped() -> bool:
-        if not found:
-            found.append(answer(s, asked, NoDrafter()))
-        return False
-
-    with pytest.raises(TransactionError, match="must have the state to itself"):
-        s.prefixes.put("it", prompt(90, 3), stopped=stopped)
-    assert found == [truth]
-    assert s.prefixes.list() == ()
-
-
-def test_whether_a_prefix_shall_stop_is_asked_between_steps() -> None:
-    """The caller may have to wait there for a thread that itself waits for a step to end."""
-    s, free = session(), list[bool]()
-
-    def other() -> None:
-        free.append(s.model.alone.acquire(blocking=False))
-        if free[-1]:
-            s.model.alone.release()
-
-    def stopped() -> bool:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return False
-
-    s.prefixes.put("it", prompt(90, 3), stopped=stopped)
-    s.prefixes.drop("it")
-    assert free
-    assert all(free)
-
-
-def test_what_is_scored_is_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    s, tokens = session(), prompt(60, 4)
-    want = [block["logits"].tobytes() for block in blocks(s, tokens, ["logits"], Silent())]
-    asked = Request(prompt=prompt(50, 2), max_tokens=12)
-    truth = answer(s, asked, NoDrafter())
-    scored, found, got = blocks(s, tokens, ["logits"], Silent()), list[list[int]](), list[bytes]()
-    meeting = Meeting(s, monkeypatch)
-    meeting.between(
-        lambda: got.append(next(scored)["logits"].tobytes()),
-        lambda: found.append(answer(s, asked, NoDrafter())),
-    )
-    assert (got, found) == (want[:1], [truth])
-    with pytest.raises(TransactionError, match="must have the state to itself"):
-        next(scored)
 
 
 def test_a_session_that_another_thread_closes_ends_its_step_first(

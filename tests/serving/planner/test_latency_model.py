@@ -4,8 +4,6 @@ is trusted again.
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import PlanRequest
-from thor_dflash.serving.planner.latency_model import KEPT, LENGTHS, TRIAL, LatencyModel
+from thor_dflash.serving.planner.latency_model import KEPT, TRIAL, LatencyModel
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, check_deadline
 
@@ -71,24 +69,6 @@ def test_one_outlier_changes_nothing() -> None:
     assert rates.bound_ms() == 18_000, "but a cancel may have to wait for such a one"
 
 
-def test_a_cycle_that_commits_nothing_says_nothing_of_the_others() -> None:
-    rates = measured()
-    before = predicted(rates)
-    for _ in range(2 * LENGTHS):
-        rates.cycle(950.0, 0, thinking=False)
-        rates.cycle(950.0, 0, thinking=True)
-    assert predicted(rates) == before
-    assert rates.bound_ms() == 1900
-
-
-def test_a_machine_that_became_slower_is_known_to_be() -> None:
-    rates = measured()
-    for _ in range(LENGTHS):
-        rates.cycle(190.0, 2, thinking=False)
-        rates.step(100.0, 64)
-    assert rates.min_ms(640, 512, whole=False) == 1000 + 190 * 32 / 2
-
-
 def refused(rates: LatencyModel, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:
     """How many of `times` plans are refused, each of which needs more time than it has."""
     codes: list[str] = []
@@ -111,31 +91,6 @@ def test_after_enough_refusals_a_plan_is_taken_as_a_trial() -> None:
     assert refused(rates, TRIAL) == TRIAL - 1
 
 
-@pytest.mark.parametrize(
-    ("min_ms", "left_ms", "told"),
-    [
-        (148.4, 148.1, "149 ms for the plan (got 148 ms left)"),
-        (148.0, 147.9, "148 ms for the plan (got 147 ms left)"),
-        (148.0, -0.3, "148 ms for the plan (got 0 ms left)"),
-    ],
-)
-def test_a_refusal_never_says_that_there_is_time_enough(
-    min_ms: float, left_ms: float, told: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        check_deadline(min_ms, left_ms, measured(), spent_ms=2.5)
-    assert caught.value.message == f"deadline_ms must leave at least {told}"
-    # Another try with the deadline that the refusal names, whose checks take twice as long.
-    assert type(caught.value.min_ms) is int
-    check_deadline(min_ms, caught.value.min_ms - 5.0, measured(), spent_ms=5.0)
-
-
-def test_there_is_no_trial_while_another_plan_is_measured_or_without_time() -> None:
-    rates = measured()
-    assert refused(rates, 3 * TRIAL, free=False) == 3 * TRIAL
-    assert refused(rates, 3 * TRIAL, left_ms=0.0) == 3 * TRIAL
-
-
 @pytest.mark.parametrize("local", [True, False])
 def test_a_machine_that_was_slow_for_a_minute_is_trusted_again(house: Any, local: bool) -> None:
     backend = MockBackend(ServeConfig())
@@ -153,36 +108,3 @@ def test_a_machine_that_was_slow_for_a_minute_is_trusted_again(house: Any, local
 
     said = [ask(number) for number in range(TRIAL + 2)]
     assert said == ["deadline_infeasible"] * (TRIAL - 1) + ["ok"] * 3
-
-
-def test_there_is_no_trial_while_a_plan_runs(house: Any) -> None:
-    server, held = house.held()
-    held.rates.cycle_ms = 1e7
-    peer = house.peer(server)
-    peer.send(op="plan", id="good", session="arm", prompt="x")
-    assert held.waiting.wait(20)
-    for number in range(2 * TRIAL):
-        ask = {"op": "plan", "id": f"{number}", "session": "leg", "prompt": "x"}
-        peer.send(**ask, preempt="none", deadline_ms=60_000)
-        # The clerk checks plans before validations: if the plan is refused, that answer is first.
-        peer.send(op="validate", id="v", prompt="x")
-        assert peer.receive().get("code") == "deadline_infeasible"
-        assert peer.receive()["id"] == "v"
-    held.let()
-    assert peer.final("good")["status"] == "ok"
-
-
-def test_a_local_deadline_counts_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a server's does: the deadline that a refusal names is enough for another try."""
-    backend = MockBackend(ServeConfig())
-    prepare = backend.prepare
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.1)
-        return replace(prepare(*args), min_ms=5000.0)
-
-    monkeypatch.setattr(backend, "prepare", slow)
-    with pytest.raises(PlanError) as caught:
-        LocalPlanner(backend).plan(PlanRequest(prompt="x", deadline_ms=1000))
-    assert caught.value.min_ms is not None
-    assert caught.value.min_ms >= 5100

@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.constrained_model import session, text
 
-from thor_dflash.calib.planbench.judge import MAX_GOAL, MAX_STEPS
-from thor_dflash.calib.planbench.scene import ON_FAIL
 from thor_dflash.calib.planbench.task import FAMILIES, Task, sample
 from thor_dflash.calib.studies.grammar_quality import schema_of
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.grammar.schema import MAX_BYTES, read
-from thor_dflash.serving.planner import plan_schema
+from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.serving.planner.plan_schema import Schema, from_skills
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
 
@@ -50,32 +47,16 @@ def takes(made: Schema, value: object) -> bool:
         (plan(asks="Which mug?"), True),
         (plan(), True),
         (plan(step(), asks="Which mug?"), False),
-        (plan(asks=""), False),
         (plan(step(2)), False),
-        (plan(step(), step()), False),
         (plan(step(object="fork")), False),
-        (plan(step(object="tray")), False),
-        (plan(step(1, "open")), False),
         (plan(step(1, "place", object="mug")), False),
-        (plan({**step(), "on_fail": "panic"}), False),
         (plan({**step(), "why": "x"}), False),
         (plan(*(step(i) for i in range(1, 5))), False),
         ({**plan(step()), "goal": "g" * 121}, False),
-        ({**plan(step()), "goal": "g" * 120}, True),
-        ({"goal": "g", "steps": [step()]}, False),
-        ([], False),
     ],
 )
 def test_what_is_a_plan(value: object, good: bool) -> None:
     assert takes(from_skills(SKILLS, IDS, max_steps=3), value) == good
-
-
-def test_steps_may_be_counted_by_the_model() -> None:
-    made = from_skills(SKILLS, IDS, max_steps=3, numbered=False)
-    assert takes(made, plan(step(2), step(2)))
-    assert not takes(made, plan(step(4)))
-    assert not takes(made, plan(*[step()] * 4))
-    assert len(json.dumps(made)) < len(json.dumps(from_skills(SKILLS, IDS, max_steps=3)))
 
 
 def test_expectations_and_arguments_of_their_own_kind() -> None:
@@ -103,13 +84,7 @@ def test_a_skill_without_anything_to_do_it_with_is_left_out() -> None:
     ("skills", "ids", "said"),
     [
         (SKILLS, {**IDS, "object": "beck"}, 'ids.object must be a list of texts (got "beck")'),
-        (SKILLS, {**IDS, "object": b"ab"}, "ids.object must be a list of texts (got \"b'ab'\")"),
-        (SKILLS, {**IDS, "place": [1]}, "ids.place must be a list of texts (got [1])"),
         (SKILLS, {**IDS, "place": None}, "ids.place must be a list of texts (got null)"),
-        (SKILLS, ["mug"], 'ids must be kind -> list of texts (got ["mug"])'),
-        (SKILLS, {**IDS, 1: []}, "ids must be kind -> list of texts (got {"),
-        ({"pick": ["object"]}, IDS, 'skills.pick must be argument -> kind (got ["object"])'),
-        ({"pick": {2: "object"}}, IDS, "skills.pick must be argument -> kind (got {"),
         ({"pick": {"object": ["mug"]}}, IDS,
          'skills.pick.object must be the name of a set of ids or a schema (got ["mug"])'),
         (["pick"], IDS, 'skills must be skill -> arguments (got ["pick"])'),
@@ -121,29 +96,10 @@ def test_what_is_not_of_its_type_is_refused(skills: Any, ids: Any, said: str) ->
     assert str(caught.value).startswith(said)
 
 
-def test_what_to_do_after_a_failure_is_a_list() -> None:
-    with pytest.raises(RequestError, match=r'on_fail must be a list of texts \(got "skip"\)'):
-        from_skills(SKILLS, IDS, on_fail="skip")
-
-
-def test_ids_may_be_a_tuple() -> None:
-    assert takes(from_skills(SKILLS, {**IDS, "object": ("mug",)}), plan(step()))
-
-
 @pytest.mark.parametrize("name", ["a/b", "a~b", "a b", 'quote"', "ü", "%41", "a.b", "#"])
 def test_any_name_is_a_name(name: str) -> None:
     made = from_skills({name: {name: name}}, {name: [name]}, max_steps=1)
     assert takes(made, plan({"id": 1, "skill": name, "args": {name: name}, "on_fail": "skip"}))
-
-
-def test_no_answer_can_grow_without_end() -> None:
-    assert session().grammar(from_skills(SKILLS, IDS, expect=9)).warnings == ()
-
-
-def test_ten_skills_over_forty_objects_fit_the_limit() -> None:
-    ids = {"object": [f"object_number_{i}" for i in range(40)]}
-    skills = {f"skill_{i}": {"object": "object", "on": "object"} for i in range(10)}
-    assert len(read(from_skills(skills, ids)).text) < MAX_BYTES / 2
 
 
 def canonical(task: Task) -> dict[str, Any]:
@@ -160,11 +116,3 @@ def test_plans_that_nano_was_trained_on_fit_word_for_word(
     made, value = schema_of(task.scene), canonical(task)
     assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == task.plan
     assert takes(made, value)
-
-
-def test_the_limits_are_the_judges() -> None:
-    assert (plan_schema.MAX_STEPS, plan_schema.MAX_GOAL, plan_schema.ON_FAIL) == (
-        MAX_STEPS,
-        MAX_GOAL,
-        ON_FAIL,
-    )

@@ -15,7 +15,6 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.serving.planner import prefill_tuning, session_backend
-from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.session_backend import SessionBackend
 
 SIZES = (16, 8, 64)
@@ -52,40 +51,6 @@ def test_the_largest_step_that_a_cancel_can_wait_for(
     assert bool(log) == (limit < 16), "a limit that no size keeps is told"
 
 
-def test_what_a_step_takes_is_measured_where_it_takes_most(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    prefill = ModelRunner.prefill
-
-    def seen(model: ModelRunner, tokens: Any, observe: bool) -> None:
-        lengths.append(model.state.length + len(tokens))
-        assert observe
-        prefill(model, tokens, observe)
-
-    monkeypatch.setattr(ModelRunner, "prefill", seen)
-    assert prefill_tuning.choose_chunk(session.model, SIZES, 0.0, lambda line: None) > 0
-    assert session.model.state.length == 0, "the sequence is empty again"
-    assert len(lengths) == (1 + prefill_tuning.REPEATS) * len(SIZES)
-    assert set(lengths) == {session.model.limit}
-
-
-def test_a_step_takes_what_those_after_the_first_do(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, takes = 0.0, [100.0, 2.0, 5.0, 1.0]  # seconds; the first step of a size warms it up
-
-    def prefill(model: ModelRunner, tokens: Any, observe: bool) -> None:
-        nonlocal now
-        now += takes.pop(0)
-
-    monkeypatch.setattr(ModelRunner, "prefill", prefill)
-    monkeypatch.setattr(prefill_tuning.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(prefill_tuning, "REPEATS", 3)
-    assert prefill_tuning.step_ms(session.model, 8, 0) == 2000.0
-    assert takes == []
-
-
 def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,60 +64,6 @@ def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(
     assert backend.rates.step_ms[16] < 1600, "and this had"
     assert backend.rates.step_ms.keys() == {8, 16}
     assert backend.rates.prefill_ms(16 * 3 + 6) == 3 * backend.rates.step_ms[16] + 800
-
-
-def test_the_bound_holds_the_slowest_prefill_step_from_the_first_moment() -> None:
-    rates = LatencyModel(worst_step_ms=90.0)
-    assert rates.bound_ms() == 180.0
-    rates.cycle(20.0, 4, thinking=False)
-    assert rates.bound_ms() == 180.0
-    rates.cycle(200.0, 4, thinking=False)
-    assert rates.bound_ms() == 400.0, "and what was slower than that"
-
-
-def test_a_size_that_was_named_stays_and_is_told_where_it_is_too_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Stored prefixes are whole steps of that size, so two starts of a server must use the same."""
-    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 10.0 * rows)
-    own, *others = SIZES
-    config, log = EngineConfig(threads=1, chunk=16), list[str]()
-    named = open_session(package(own, tuple(others)), config, Silent(), choose=True)
-    backend = SessionBackend(named, ServeConfig(cancel_ms=100), log.append)
-    backend.warm()
-    assert named.model.chunk == backend.about.prefill_chunk == 16
-    assert named.model.step_sizes == backend.rates.step_sizes == (8, 16)
-    assert any("a prefill step of 16 tokens takes 160 ms" in line for line in log)
-    backend.close()
-
-
-def test_idle_time_is_part_of_every_step_from_the_first_moment(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 3.0 * rows)
-    log: list[str] = []
-    backend = Kept(session, ServeConfig(cancel_ms=2060, yield_us=2_000_000), log.append)
-    backend.warm()
-    rates = backend.rates
-    assert backend.about.prefill_chunk == 16, "2048 ms, where 64 rows would take 2192"
-    assert rates.worst_step_ms == 2048
-    assert rates.bound_ms() >= 4096
-    assert rates.step_ms.keys() == {8, 16}
-    assert 2000 < min(rates.cycle_ms, *rates.step_ms.values()) < 4000
-    assert rates.min_ms(17, 32, whole=False) > 4000, "a prefill step, and a cycle or more"
-    assert log == []
-    Kept(session, ServeConfig(cancel_ms=100, yield_us=2_000_000), log.append).warm()
-    assert "8 tokens takes 2024 ms (2000 of them serve.yield_us) and serve.cancel_ms" in log[0]
-
-
-def test_hello_publishes_size_and_bound(
-    session: Session, house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill_tuning, "step_ms", lambda model, rows, start: 3.0 * rows)
-    server = house.serve(Kept(session, ServeConfig(cancel_ms=100), house.log.append))
-    hello = house.peer(server).ask(op="hello", id="h")
-    assert hello["limits"]["prefill_chunk"] == 16, "48 ms, where 64 rows would take 192"
-    assert hello["limits"]["cancel_bound_ms"] >= 96
 
 
 def test_a_cancel_in_the_prefill_takes_the_step_under_way_and_no_more(

@@ -4,8 +4,6 @@ answer, and whatever could not be kept or restored is reported.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import signal
 import subprocess
 import sys
@@ -19,12 +17,10 @@ import pytest
 from support.constrained_model import package
 from support.waiting import until
 
-from thor_dflash.cli import main
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
-from thor_dflash.runtime.session.prefix_file import MAGIC
 from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.session_backend import SessionBackend
@@ -132,34 +128,6 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
     assert len(serve().prefixes()) == 2, "putting it again mends it"
 
 
-@pytest.mark.parametrize("line", [b"no JSON\n", b"\xff\n", b"[" * 10**5 + b"\n"], ids=len)
-def test_a_file_with_a_valid_hash_may_be_damaged_too(
-    serve: Serve, tmp_path: Path, line: bytes
-) -> None:
-    (tmp_path / "kept").mkdir()
-    seal = MAGIC + hashlib.sha256(line).hexdigest().encode() + b"\n"
-    (tmp_path / "kept/odd.prefix").write_bytes(seal + line)
-    (told,) = serve().skipped()
-    assert told.startswith("odd.prefix must have JSON as its second line (got: ")
-    assert told.endswith("; put the prefix again")
-
-
-def test_a_file_whose_name_is_no_text_is_told(serve: Serve, tmp_path: Path) -> None:
-    serve().put_prefix("arm", SYSTEM, persist=True)
-    (tmp_path / "kept" / os.fsdecode(b"caf\xe9.prefix")).write_bytes(b"x")
-    again = serve()
-    assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["arm"]
-    assert [line.partition(" ")[0] for line in again.skipped()] == [r"caf\udce9.prefix"]
-
-
-def test_what_no_longer_fits_is_told_and_stays_on_disk(serve: Serve) -> None:
-    serve().put_prefix("arm", SYSTEM, persist=True)
-    small = serve(prefix_mb=0)
-    assert small.prefixes() == []
-    assert "must fit the memory for prefixes: 0 bytes" in small.skipped()[0]
-    assert len(serve().prefixes()) == 1
-
-
 def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,75 +143,6 @@ def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
     monkeypatch.undo()
     assert [(p["prefix_id"], p["persisted"]) for p in planner.prefixes()] == [("arm", False)]
     assert serve().prefixes() == []
-
-
-@pytest.mark.parametrize("other", ["The text has changed.", ""], ids=["another", "same"])
-def test_a_text_whose_file_cannot_be_written_leaves_no_older_one(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    planner = serve()
-    planner.put_prefix("arm", SYSTEM, persist=True)
-    with monkeypatch.context() as disk:
-        disk.setattr("os.replace", full)
-        with pytest.raises(PlanError):
-            planner.put_prefix("arm", other + SYSTEM, persist=True)
-    listed = [(p["tokens"], p["persisted"]) for p in planner.prefixes()]
-    assert [persisted for _, persisted in listed] == [not other]
-    assert [(p["tokens"], p["persisted"]) for p in serve().prefixes()] == ([] if other else listed)
-
-
-def test_what_is_pinned_is_not_persisted_where_an_older_text_is_on_disk(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stuck(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    planner = serve()
-    planner.put_prefix("arm", SYSTEM, persist=True)
-    for persist in (True, False):
-        with monkeypatch.context() as disk:
-            disk.setattr("os.replace", stuck)
-            disk.setattr(Path, "unlink", stuck)
-            with pytest.raises(PlanError):
-                planner.put_prefix("arm", "Now. " + SYSTEM, persist=persist)
-        assert [p["persisted"] for p in planner.prefixes()] == [False]
-    planner.put_prefix("arm", "Now. " + SYSTEM, persist=True)
-    assert [p["persisted"] for p in planner.prefixes()] == [True]
-
-
-def test_a_copy_of_a_file_is_told_and_goes_with_it(serve: Serve, tmp_path: Path) -> None:
-    planner, kept = serve(), tmp_path / "kept"
-    planner.put_prefix("arm", "Old. " + SYSTEM, persist=True)
-    own = PrefixStore.path_of(kept, "arm")
-    copies = [kept / "backup.prefix", kept / "zz.prefix"]
-    for copy in copies:
-        copy.write_bytes(own.read_bytes())
-    new = planner.put_prefix("arm", SYSTEM, persist=True)
-    again = serve()
-    assert [(p["tokens"], p["persisted"]) for p in again.prefixes()] == [(new["tokens"], True)]
-    assert sorted(line.partition(" ")[0] for line in again.skipped()) == [p.name for p in copies]
-    assert all("must be the only file of its prefix" in line for line in again.skipped())
-    again.put_prefix("arm", SYSTEM, persist=True)
-    assert list(kept.iterdir()) == [own], "what is put takes the place of all"
-    own.rename(copies[0])
-    copies[1].write_bytes(copies[0].read_bytes())
-    assert serve().drop_prefix("arm") is True
-    assert list(kept.iterdir()) == []
-    assert serve().prefixes() == []
-
-
-def test_a_file_that_was_left_out_can_be_dropped(serve: Serve, tmp_path: Path) -> None:
-    serve().put_prefix("arm", SYSTEM, persist=True)
-    path = PrefixStore.path_of(tmp_path / "kept", "arm")
-    path.write_bytes(path.read_bytes()[:-100])
-    planner = serve()
-    assert planner.prefixes() == []
-    assert planner.drop_prefix("arm") is True
-    assert not path.exists()
-    assert planner.drop_prefix("arm") is False
 
 
 PUT = {"op": "prefix.put", "prefix_id": "a", "system": SYSTEM, "persist": True}
@@ -300,12 +199,6 @@ def test_a_prefix_that_is_dropped_before_its_answer_is_cancelled(
     assert serve().prefixes() == []
 
 
-def test_without_a_directory_persist_is_refused(house: Any) -> None:
-    peer = house.peer(house.mock())
-    reply = peer.ask(op="prefix.put", id="p", prefix_id="a", system="x", persist=True)
-    assert (reply["code"], reply["field"]) == ("bad_request", "persist")
-
-
 def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     first = PrefixStore(tmp_path / "kept")
     with pytest.raises(ConfigError, match="of one server alone"):
@@ -316,52 +209,6 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a directory that can be written"):
         PrefixStore(tmp_path / "file")
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
-
-
-class Loads:
-    """Stands in for the server: loads the backend, closes it and ends."""
-
-    endpoints = ()
-
-    def __init__(self, load: Callable[[], Any], config: ServeConfig, **others: object) -> None:
-        self.load = load
-
-    def ended(self) -> bool:
-        return True
-
-    def run(self) -> None:
-        self.load().close()
-
-
-def test_a_mock_has_its_directory_alone_like_any_server(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("signal.signal", print)
-    monkeypatch.setattr("sys.setswitchinterval", print)
-    monkeypatch.setattr("thor_dflash.serving.server.server.Server", Loads)
-    command = ["serve", "--mock", "--prefix-dir", str(tmp_path / "kept")]
-    another = PrefixStore(tmp_path / "kept")
-    assert main.main(command) == 2
-    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
-    another.close()
-    assert main.main(command) == 0
-    PrefixStore(tmp_path / "kept").close()  # it is free again
-
-
-def test_a_directory_that_another_server_has_is_refused_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("signal.signal", print)
-    monkeypatch.setattr("sys.setswitchinterval", print)
-    kept, bind = str(tmp_path / "kept"), f"ipc://{tmp_path}/plan"
-    command = ["serve", "--package", str(tmp_path / "none"), "--prefix-dir", kept, "--bind", bind]
-    another = PrefixStore(Path(kept))
-    assert main.main(command) == 2
-    assert "serve.prefix_dir must be of one server alone" in capsys.readouterr().err
-    another.close()
-    assert main.main(command) == 2
-    assert "none must be a package directory" in capsys.readouterr().err
-    PrefixStore(Path(kept)).close()  # it is free again
 
 
 def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.constrained_model import package
 
-from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
-from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session import Request, Session, open_session
-from thor_dflash.serving.planner import self_test, session_backend
+from thor_dflash.core.errors import ConfigError, ModelFault
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.serving.planner import session_backend
 from thor_dflash.serving.planner.session_backend import SessionBackend
-from thor_dflash.serving.protocol.messages import PlanRequest
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
 SHORT = ServeConfig(thinking="off", max_tokens=8)
@@ -37,16 +32,6 @@ def test_the_self_test_measures_and_signs(backend: SessionBackend) -> None:
     assert backend.rates.bound_ms() >= backend.rates.cycle_ms
     backend.warm()
     assert backend.about.golden_sha256 == first
-
-
-def test_the_self_test_fits_a_context_that_is_shorter_than_it() -> None:
-    config = EngineConfig(threads=1, capacity=80)
-    short = SessionBackend(open_session(package(), config, Silent()), SHORT)
-    prompt = self_test.prompt_of(short.session)
-    assert len(prompt) < short.session.model.limit < len(prompt) + self_test.TOKENS
-    short.warm()
-    assert short.about.golden_sha256
-    short.close()
 
 
 def test_the_self_test_notices_a_drafter_that_changes_the_answer(
@@ -77,39 +62,6 @@ def test_a_context_without_room_for_the_self_test_is_named(
     with pytest.raises(ConfigError, match=f"at least {least} to serve"):
         backend.warm()
     monkeypatch.setattr(backend.session.model, "capacity", least)
-    backend.warm()
-
-
-@pytest.mark.parametrize("off", [{}, {"thinking": "off"}, {"thinking_budget": 0}], ids=str)
-def test_a_default_length_that_no_plan_has_room_for_is_refused(
-    session: Session, monkeypatch: pytest.MonkeyPatch, off: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(session.model, "capacity", 256)
-    config = ServeConfig(**off)
-    with pytest.raises(ConfigError, match=r"^serve.max_tokens must be at most .*\(got 512\)$") as e:
-        SessionBackend(session, config).warm()
-    told = str(e.value)
-    assert ("closes the thinking" in told) == (not off)
-    most = int(re.findall(r"\d+", told)[0])
-    fits = SessionBackend(session, replace(config, max_tokens=most))
-    fits.warm()
-    assert fits.prepare(PlanRequest(prompt="x"), None).thinks == (not off)
-    longer = SessionBackend(session, replace(config, max_tokens=most + 1))
-    with pytest.raises(ConfigError, match=f"at most {most}"):
-        longer.warm()
-    with pytest.raises(PlanError, match=r"together must be <="):
-        longer.prepare(PlanRequest(prompt="x"), None)
-
-
-def test_a_context_without_room_for_one_token_and_the_closing_message_is_named(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = SessionBackend(session, replace(CONFIG, max_tokens=1))
-    monkeypatch.setattr(backend, "_closing", 300)
-    monkeypatch.setattr(session.model, "capacity", 256)
-    with pytest.raises(ConfigError, match=r"^engine.capacity must be .* thinking 300 \(") as e:
-        backend.warm()
-    monkeypatch.setattr(session.model, "capacity", int(str(e.value).split()[5]))
     backend.warm()
 
 

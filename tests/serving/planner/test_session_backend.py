@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.serving.client import Message, Options, PlanError, PlanRequest, RemotePlanner
+from thor_dflash.serving.client import Message, PlanError, PlanRequest
 from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
-from thor_dflash.serving.planner.session_backend import WORTH_THINKING, SessionBackend
+from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol.messages import PrefixPut, Validate
 
@@ -122,14 +121,6 @@ def test_what_cannot_be_compiled_is_refused(backend: SessionBackend) -> None:
     assert caught.value.code == "schema_unsupported"
 
 
-def test_an_object_that_is_too_wide_is_not_said_to_be_none(backend: SessionBackend) -> None:
-    keys = {f"k{i}": {"type": "integer"} for i in range(600)}
-    wide = {"type": "object", "properties": keys, "additionalProperties": False}
-    with pytest.raises(PlanError, match="limits") as caught:
-        backend.validate(Validate(json_schema=wide))
-    assert (caught.value.code, caught.value.field) == ("schema_unsupported", "json_schema")
-
-
 Schemas = tuple[dict[str, Any], ...]
 NO_PLAN: Schemas = (
     {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
@@ -137,14 +128,6 @@ NO_PLAN: Schemas = (
     {"const": "x\ny"},
     {"enum": [1, ["{"]]},
     {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"const": 1}, {"type": "null"}]}}},
-)
-SOME_PLAN: Schemas = (
-    PLAN,
-    {"type": ["array", "object"]},
-    {"const": {"goal": "g"}},
-    {"enum": [1, {}]},
-    {"title": "anything"},
-    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "object"}}},
 )
 
 
@@ -164,21 +147,6 @@ def test_a_schema_under_which_there_is_no_plan_is_refused(
             each.validate(Validate(json_schema=schema))
 
 
-@pytest.mark.parametrize("schema", SOME_PLAN, ids=lambda schema: str(schema)[:40])
-def test_a_schema_under_which_there_may_be_a_plan_is_taken(
-    backend: SessionBackend, schema: dict[str, Any]
-) -> None:
-    for each in (backend, MockBackend(CONFIG)):
-        each.validate(Validate(json_schema=schema))
-
-
-def test_what_does_not_fit_is_refused_with_the_limit(backend: SessionBackend) -> None:
-    limit = backend.session.model.limit
-    with pytest.raises(PlanError, match=f"<= {limit}") as caught:
-        LocalPlanner(backend).plan(PlanRequest(prompt="word " * 3000))
-    assert caught.value.code == "prompt_too_long"
-
-
 def test_the_context_is_used_to_its_last_token_and_no_further(backend: SessionBackend) -> None:
     limit, closing = backend.session.model.limit, len(backend.tokenizer.encode(backend._close))
     assert closing
@@ -196,53 +164,6 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: SessionBa
     assert backend.prepare(structs.replace(plain, max_tokens=limit - used), None).budget == 0
     with pytest.raises(PlanError, match=f"<= {limit}"):
         backend.prepare(structs.replace(plain, max_tokens=limit - used + 1), None)
-
-
-def test_a_mode_the_package_cannot_do_is_refused_before_others_make_way(
-    backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = PlanRequest(prompt="x", accept_mode="relaxed_thinking")
-    assert backend.prepare(ask, None).thinks
-    alone = replace(backend.session.manifest, drafter=None)
-    monkeypatch.setattr(backend.session.model, "manifest", alone)
-    with pytest.raises(PlanError, match="accept_mode must be exact") as caught:
-        backend.prepare(ask, None)
-    assert (caught.value.code, caught.value.field) == ("bad_request", "accept_mode")
-
-
-def test_what_the_session_would_refuse_is_refused_before_others_make_way(
-    backend: SessionBackend,
-) -> None:
-    ask = PlanRequest(prompt="x", thinking_budget=9, max_tokens=100)
-    backend._close = "Enough.\n</think>Well: "
-    assert backend.prepare(ask, None).thinks
-    with pytest.raises(PlanError, match="at most a blank line after </think>"):
-        backend.prepare(structs.replace(ask, json_schema=PLAN), None)
-
-
-def test_a_prefix_that_does_not_fit_is_refused_by_its_field(backend: SessionBackend) -> None:
-    for system, code in (("word " * 3000, "prompt_too_long"), (SYSTEM, "too_large")):
-        backend.session.prefixes.budget = 1000
-        with pytest.raises(PlanError) as caught:
-            backend.pin(PrefixPut(prefix_id="arm", system=system), lambda: False)
-        assert (caught.value.code, caught.value.field) == (code, "system")
-    assert backend.prefixes() == []
-
-
-def test_memory_for_prefixes_is_counted_in_megabytes(session: Session) -> None:
-    def pin(backend: SessionBackend, name: str) -> int:
-        return int(backend.pin(PrefixPut(prefix_id=name, system=SYSTEM), lambda: False)["bytes"])
-
-    small = SessionBackend(session, replace(CONFIG, prefix_mb=1))
-    room = (1 << 20) // pin(small, "0")
-    assert 1 < room < 20
-    for name in map(str, range(room)):
-        pin(small, name)
-    with pytest.raises(PlanError, match="1048576 bytes"):
-        pin(small, "one too many")
-    pin(SessionBackend(session, replace(CONFIG, prefix_mb=2)), "one more")
-    for prefix in small.prefixes():
-        small.drop(prefix["prefix_id"])
 
 
 def test_cancelling_leaves_the_next_plan_as_it_was(backend: SessionBackend) -> None:
@@ -327,32 +248,6 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) ->
     auto = structs.replace(ask, thinking="auto", thinking_budget=None)
     assert backend.prepare(auto, None).budget == 24
     assert not backend.prepare(auto, 30.0).thinks, "no time to think"
-
-
-@pytest.mark.parametrize("budget", [WORTH_THINKING - 1, WORTH_THINKING, 500])
-def test_thinking_that_is_not_worth_it_is_not_begun(session: Session, budget: int) -> None:
-    backend = SessionBackend(session, replace(CONFIG, thinking_budget=budget))
-    backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
-    ask = PlanRequest(prompt="x", thinking="auto", max_tokens=20)
-    count, least = len(backend.prepare(ask, None).prompt), min(budget, WORTH_THINKING)
-    left = {backend.rates.thinking_tokens_left(0.25 * i, count, 20): 0.25 * i for i in range(1000)}
-    assert backend.prepare(ask, left[least]).thinks
-    assert not backend.prepare(ask, left[least - 1]).thinks
-
-
-def test_a_server_answers_with_the_tokens_of_the_loop(session: Session, house: Any) -> None:
-    expected = alone(session, "Pick the mug.", 40)
-    server = house.serve(Lent(session, CONFIG))
-    with RemotePlanner(server.endpoints[0], Options()) as planner:
-        ask = PlanRequest(prompt="Pick the mug.", thinking="off", parts=("tokens", "timings"))
-        for _ in range(2):
-            assert list(planner.plan(ask).tokens or ()) == expected
-        hello = planner.hello()
-        assert hello["limits"]["cancel_bound_ms"] >= 1
-        assert hello["model"]["golden_sha256"]
-        assert planner.put_prefix("arm", SYSTEM)["held"] > 0
-        assert [prefix["prefix_id"] for prefix in planner.prefixes()] == ["arm"]
-        assert planner.drop_prefix("arm") is True
 
 
 def paths(value: Any, at: str = "") -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -12,12 +11,10 @@ import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.runtime.measure import power
 from thor_dflash.runtime.measure.power import PowerSampler, Sensor
 from thor_dflash.runtime.session import Session, TokenChunk
 from thor_dflash.serving.client import PlanRequest
 from thor_dflash.serving.planner.backend import drive
-from thor_dflash.serving.planner.power_meter import PowerMeter
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import messages
@@ -95,15 +92,6 @@ def test_an_answer_that_never_came_is_thinking_exhausted(
     assert (result.finish_reason, result.status) == (finish, "partial")
 
 
-def test_what_was_held_back_is_streamed_at_the_end(backend: Kept) -> None:
-    half = backend.tokenizer.encode("{ü")[:-1]
-    assert backend.tokenizer.decode(half) == "{�"
-    chunks: list[messages.Chunk] = []
-    ask = structs.replace(ANSWERS, stream="text", parts=("text",))
-    *chunks, result = drive(told(backend, ask, TokenChunk(tuple(half), "stop")))
-    assert "".join(chunk.text or "" for chunk in chunks) == result.text == "{�"
-
-
 @pytest.mark.parametrize(
     ("finish", "stop", "learns"),
     [
@@ -125,15 +113,6 @@ def test_the_rates_learn_from_whole_plans_only(
     assert (rates.e2e_ms > 0, rates.answer_tokens < 160) == (learns, learns)
 
 
-def test_a_run_that_never_stepped_tells_nothing_of_the_one_before(backend: Kept) -> None:
-    assert plan(backend, ANSWERS).spec
-    result = backend.start(backend.prepare(ANSWERS, None), None).result("cancelled")
-    assert result.spec is None
-    assert result.timings
-    times = (result.timings.prefill_ms, result.timings.ttft_ms, result.timings.decode_ms)
-    assert times == (0, 0, 0)
-
-
 def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> None:
     (tmp_path / "uw").write_text("60000000")
     sensor = Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)
@@ -150,48 +129,6 @@ def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> 
     assert result.timings.energy_j == {}
     assert watch._thread
     assert not watch._thread.is_alive()
-
-
-def test_no_energy_of_half_a_plan(backend: Kept, tmp_path: Path) -> None:
-    (tmp_path / "uw").write_text("60000000")
-    watch = PowerSampler([Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)], period=0.001)
-    run = told(backend, ANSWERS, TokenChunk((5, 6), "stop"), watch=watch)
-    while len(watch._samples) < 3:
-        time.sleep(0.001)
-    (tmp_path / "uw").write_text("gone")
-    assert watch._thread
-    watch._thread.join(20)
-    run.step()
-    timings = run.result(None).timings
-    assert timings
-    assert timings.energy_j is None
-
-
-def test_a_machine_without_sensors_tells_no_energy_and_runs_no_thread(backend: Kept) -> None:
-    backend._meter = PowerMeter([], print)
-    count = threading.active_count()
-    run = backend.start(backend.prepare(ANSWERS, None), None)
-    assert threading.active_count() == count
-    timings = ended(run).timings
-    assert timings
-    assert timings.energy_j is None
-
-
-def test_a_sensor_that_hangs_is_waited_for_once(
-    backend: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(power, "PATIENCE", 0.05)
-    os.mkfifo(pipe := tmp_path / "power")  # a reader blocks until somebody writes
-    log: list[str] = []
-    backend._meter = PowerMeter([Sensor("VIN", pipe, pipe, pipe)], log.append)
-    count = threading.active_count()
-    for _ in range(3):
-        timings = plan(backend, ANSWERS).timings
-        assert timings
-        assert timings.energy_j is None
-    assert threading.active_count() == count + 1, "the thread of the first plan"
-    assert log == ["a power sensor hangs: plans have no energy_j until the server's next start"]
-    pipe.write_text("1")  # lets that thread end
 
 
 def test_times_of_a_plan_that_waited_count_from_its_arrival(backend: Kept) -> None:

@@ -59,19 +59,3 @@ def test_where_thinking_is_off_no_budget_brings_it_back(
     assert (result.usage.thinking_tokens, result.accept_mode) == (0, "exact")
     relaxed = structs.replace(relaxed, thinking="on", thinking_budget=50)
     assert LocalPlanner(backend).plan(relaxed).accept_mode == "relaxed_thinking"
-
-
-@pytest.mark.parametrize("left_ms", [None, 1.0, 1e9], ids=["none", "short", "long"])
-def test_a_prompt_is_encoded_once(
-    session: Session, monkeypatch: pytest.MonkeyPatch, left_ms: float | None
-) -> None:
-    backend = SessionBackend(session, ServeConfig(thinking_budget=500))
-    backend.rates.cycle_ms, tokenizer = 1.0, backend.tokenizer
-    encode, encoded = tokenizer.encode, list[str]()
-    monkeypatch.setattr(tokenizer, "encode", lambda text: [encoded.append(text), encode(text)][1])
-    prepared = backend.prepare(ASK, left_ms)
-    assert prepared.thinks == (left_ms != 1.0)
-    turns = [{"role": turn.role, "content": turn.content} for turn in CHAT]
-    assert prepared.prompt == tuple(encode(tokenizer.render(turns, prepared.thinks)))
-    assert sum(SYSTEM.strip() in text for text in encoded) == 1
-    assert [text for text in encoded if "Pick the mug." in text] == encoded[:1]

@@ -83,17 +83,3 @@ def test_what_cannot_be_written_is_an_internal_error_and_ends_nothing(
     assert other.ask(**SMALL, id="good")["plan"]
     stats = other.ask(op="stats", id="s")
     assert stats["refused"] == {"internal": 1}
-
-
-def test_an_answer_to_a_control_operation_that_cannot_be_written_is_an_error(house: Any) -> None:
-    class Odd(MockBackend):
-        def validate(self, request: messages.Validate) -> dict[str, Any]:
-            return {"prompt_tokens": object()}
-
-    peer = house.peer(house.serve(Odd(ServeConfig())))
-    peer.send(op="validate", id="v", prompt="x")
-    reply = peer.receive()
-    assert (reply["id"], reply["code"]) == ("v", "internal")
-    assert peer.ask(endpoint="validate", data={"prompt": "x"})["error"].startswith("internal: ")
-    house.log.clear()
-    assert peer.ask(op="ping", id="p")["status"] == "ok"
