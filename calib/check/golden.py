@@ -95,7 +95,10 @@ def read(path: Path) -> Golden:
 def _held(path: Path) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            held = {name: file[name] for name in file.files}
+        if not all(isinstance(x, np.ndarray) for x in held.values()):  # numpy gives bytes
+            raise ValueError("a member is no array")
+        return held
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror or e})") from e
     except Exception as e:

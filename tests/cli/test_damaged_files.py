@@ -5,17 +5,31 @@ for, or shown with a traceback.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
+from support.checkpoints import GEOMETRIES, write_target
 
+from thor_dflash.calib.check import golden
 from thor_dflash.cli import main
-from thor_dflash.core.errors import CheckpointError, PackageError
+from thor_dflash.core.errors import CheckpointError, RequestError
 from thor_dflash.package.tokenizer_files import FILES, TEMPLATE, present, tokenizer_files
 from thor_dflash.runtime.text.chat_template import Template
+
+
+def test_a_golden_file_with_a_member_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    """numpy gives the bytes of such a member."""
+    path = tmp_path / "g.npz"
+    np.savez(path, block=16, rounds=True, tokens=np.arange(3), logits=np.zeros((3, 8)))
+    golden.read(path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("taps.npy", b"")
+    with pytest.raises(RequestError, match=r"g\.npz must be a golden file"):
+        golden.read(path)
+
 
 OBSTACLES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda place: place.symlink_to("gone"),
@@ -52,27 +66,3 @@ def test_a_checkpoint_with_a_link_to_nothing_is_refused(
     if name == TEMPLATE:
         with pytest.raises(CheckpointError):
             Template.load(tmp_path / "t")
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{% break %}", "{% for a in b %}" * 22 + "{% endfor %}" * 22, "{{ " + "1" * 5000 + " }}"],
-)
-def test_a_template_that_is_no_python_is_no_template(source: str, tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(source)
-    with pytest.raises(PackageError, match="chat template must be valid jinja"):
-        Template.load(tmp_path)
-
-
-def test_the_names_of_skipped_tensors_do_not_rule_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_target(tmp_path / "t", GEOMETRIES["27b"], 0)
-    file = tmp_path / "t" / "model.safetensors"
-    odd = {"mtp.a\x1b[31m\nb": np.zeros(1, np.float32)}
-    write_safetensors(file, {**read_safetensors(file), **odd})
-    assert main.main(["build", "--target", str(tmp_path / "t"), "--out", str(tmp_path / "o")]) == 0
-    out = capsys.readouterr().out
-    assert "mtp.a" in out
-    assert "\x1b" not in out
-    assert "\nb" not in out

@@ -16,15 +16,9 @@ from thor_dflash.core.errors import PackageError, RequestError
     ("content", "message"),
     [
         ("[1, true]", r"tokens\[1\] must be an integer .got true"),
-        ("[1.0]", r"tokens\[0\] must be an integer .got 1.0"),
-        ("[1, [2]]", r"tokens\[1\] must be an integer .got \[2\]"),
-        ("[null]", r"tokens\[0\] must be an integer .got null"),
-        ("[1e999]", r"tokens\[0\] must be an integer .got Infinity"),
         ("[]", r"must be a list of at least one token id .got \[\]"),
         ('{"a": 1}', "must be a list of at least one token id"),
         ("[1,", "must be JSON"),
-        ("1" * 5000, "must be JSON"),
-        ("\xff", "must be JSON"),
         ("[" * 100_000, "must be JSON"),
     ],
 )
@@ -43,13 +37,6 @@ def test_ids_outside_the_vocabulary_are_refused(bad: tuple[int, ...], at: int) -
     with pytest.raises(RequestError, match=rf"tokens\[{at}\] must be in 0..299 .got {bad[at]}"):
         in_vocabulary(bad, 300)
     assert in_vocabulary((0, 299), 300) == (0, 299)
-
-
-def test_a_huge_token_file_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "t").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(RequestError, match="must be <= 67108864 bytes .got more"):
-        read_tokens(tmp_path / "t")
 
 
 def test_an_output_takes_the_place_of_a_file_and_not_of_a_directory(tmp_path: Path) -> None:
@@ -72,12 +59,6 @@ def test_an_output_by_a_link_into_a_package_is_refused(tmp_path: Path) -> None:
         PackageError, match=r"--out must be outside any package .got .*/link/x.npz, in .*/p"
     ):
         output_files.check(tmp_path / "link/x.npz", ".npz", "--out")
-
-
-def test_scores_that_cannot_be_written_name_their_file_and_no_other(tmp_path: Path) -> None:
-    name = "n" * 250 + ".npz"  # the temporary file beside it has a longer name than is allowed
-    with pytest.raises(RequestError, match=rf"/{name} must be writable .got: File name too long"):
-        output_files.check(tmp_path / name, ".npz", "--out")
 
 
 def test_a_key_given_twice_is_refused_since_one_of_its_values_would_be_ignored(

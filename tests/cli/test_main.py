@@ -20,7 +20,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands import build as build_command
 from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
@@ -28,11 +27,9 @@ from thor_dflash.config.decode import (
     DraftConfig,
     RelaxedConfig,
 )
-from thor_dflash.core.errors import ModelFault, RequestError
+from thor_dflash.core.errors import ModelFault
 from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.text.tokenizer import Tokenizer
-
-WORDS = {"<think>": 256, "</think>": 257, "<|im_end|>": 258}
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +144,7 @@ def line(capsys: pytest.CaptureFixture[str]) -> str:
 # --- generate
 
 
-class Full(io.StringIO):
-    def write(self, s: str, /) -> int:
-        raise OSError(28, "No space left on device")
-
-
-def test_plain_output_is_the_text(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("--prompt", "hi", "--max-tokens", "9") == 0
     out, err = capsys.readouterr()
     assert out == "think</think>\n\nhé\n"
@@ -165,9 +155,6 @@ def test_plain_output_is_the_text(
     assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
     assert (request.max_answer, request.stop, request.drafter) == (9, {271, 272}, "dflash")
     assert session.closed
-    monkeypatch.setattr(sys, "stderr", Full())
-    assert generate("--prompt", "hi") == 0
-    assert capsys.readouterr().out == out
 
 
 def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,15 +176,6 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     }
     assert got["timings"] == {**dataclasses.asdict(TIMINGS), "phases_ms": {"host": 1.5}}
     assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
-
-
-def test_the_template_knows_that_thinking_is_off(
-    session: Session, capsys: pytest.CaptureFixture[str]
-) -> None:
-    session.answer = "hé"
-    assert generate("--prompt", "hi", "--thinking", "off", "--json") == 0
-    got = json.loads(capsys.readouterr().out)
-    assert (got["text"], got["thinking"]) == ("hé", "")
 
 
 def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,13 +217,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_thinking_is_dim_on_a_terminal(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert generate("--prompt", "hi") == 0
-    assert screen.getvalue() == "\x1b[2mthink</think>\x1b[0m\n\nhé\n"
-
-
 @pytest.mark.parametrize(
     ("fault", "code"), [(ModelFault("row 3 is NaN"), 2), (KeyboardInterrupt(), 130)]
 )
@@ -265,14 +236,6 @@ def test_a_fault_while_thinking_leaves_a_clean_terminal(
     assert session.closed
 
 
-def test_json_is_nothing_where_it_fails(
-    session: Session, capsys: pytest.CaptureFixture[str]
-) -> None:
-    session.fault = RequestError("a\nb")
-    assert generate("--prompt", "hi", "--json") == 2
-    assert line(capsys) == "a b\n"
-
-
 # --- what is refused
 
 
@@ -280,27 +243,12 @@ def test_json_is_nothing_where_it_fails(
     ("args", "message"),
     [
         ("", "the following arguments are required: COMMAND (see thor-dflash --h"),
-        ("bake", "invalid choice: 'bake'"),
         ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
-        ("generate --package p --prompt a --tokens b", "--tokens: not allowed with argument --pr"),
-        ("generate --prompt a", "the following arguments are required: --package"),
-        (
-            "generate --package p --prompt a --max-tok 3",
-            "--max-tok must be an option of generate (did you mean --max-tokens?) "
-            "(see thor-dflash generate --help)",
-        ),
-        ("doctor --zzz", "--zzz must be an option of doctor (see thor-dflash doctor --help)"),
-        ("plan a b", "unrecognized arguments: b (see thor-dflash plan --help)"),
+        ("generate --package p --prompt a --max-tok 3", "(did you mean --max-tokens?)"),
         ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
-        ("generate --package p --prompt a --drafter eagle", 'decode.drafter must be "auto" or'),
-        ("generate --package p --prompt= ", "--prompt must be a text that is not empty"),
         ("generate --package p --prompt a -c no.toml", "no.toml must be a readable file"),
-        ("generate --package p --messages no.json", "no.json must be a readable file"),
         ("build --target t --out .", "must be free or a thor-dflash package"),
         ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),
-        ("score --package p --tokens t --out no/x.npz", "in a directory that exists"),
-        ("demo --set kv=f32", "did you mean build.kv?"),
-        (f"build --target t --out {'o' * 300}", f"{'o' * 300} must be usable (got: File name too"),
     ],
 )
 @pytest.mark.usefixtures("session")
@@ -328,17 +276,7 @@ def test_build_and_demo_hand_over(
     target, drafter, out, config, _ = seen[0]
     assert (target, drafter, out, config.kv) == (Path("t"), None, Path("o"), "fp8")
     text = capsys.readouterr().out
-    assert "4 layers, drafter of 2 layers, block 16" in text
-    assert "  mlp      nvfp4         12  4.1 kB" in text
     assert "skipped tensors: model.visual.patch, mtp.fc.weight" in text
-
-    many = replace(MANIFEST, skipped=tuple(f"t{i}" for i in range(20)), drafter=None)
-    install(monkeypatch, "builders.build", build=lambda *a: many)
-    assert main.main(["build", "--target", "t", "--drafter", "d", "--out", "o"]) == 0
-    text = capsys.readouterr().out
-    assert "no drafter" in text
-    assert "t7, and 12 more (all in manifest.toml)" in text
-    assert build_command.table(many).startswith("  tensors  stored as")
 
     import thor_dflash.calib
 

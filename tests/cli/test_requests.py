@@ -87,21 +87,18 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
         prompt_options.request(session, load(None, ()), Silent())
 
 
-@pytest.mark.parametrize("command", ["generate", "profile"])
 @pytest.mark.parametrize(
     ("off", "got"),
     [
         ("--thinking=off", "off"),
-        ("-sdecode.thinking=off", "off"),
         ("--reasoning-effort=none", "decode.budget.effort none"),
-        ("-sdecode.budget.effort=none", "decode.budget.effort none"),
     ],
 )
 def test_accepting_near_misses_in_no_thinking_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, off: str, got: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, off: str, got: str
 ) -> None:
     expected = f"decode.accept relaxed must go with decode.thinking on (got {got})"
-    line = [command, "--package", str(tmp_path / "none"), "--prompt", "a"]
+    line = ["generate", "--package", str(tmp_path / "none"), "--prompt", "a"]
     for relaxed in (["--accept", "relaxed"], ["-s", "decode.accept=relaxed"]):
         assert main.main([*line, off, *relaxed]) == 2
         assert expected in capsys.readouterr().err

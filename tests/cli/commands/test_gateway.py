@@ -23,11 +23,8 @@ from thor_dflash.cli import main
     ("args", "message"),
     [
         (["--server", "foo"], "gateway.servers must be tcp://host:port or ipc://path (got foo)"),
-        (["--set", "gateway.token_file=none"], "none must be a readable file (got: "),
-        (["--server", "ipc://a", "--server", "ipc://a"], "gateway.servers must name each"),
         (["--keys", "nokeys"], "nokeys/client.secret must be a readable file (got: "),
         (["--listen", "127.0.0.1:PORT"], "gateway.listen must be a free address (got: "),
-        (["--listen", "127.0.0.1"], "gateway.listen must be HOST:PORT (got 127.0.0.1)"),
     ],
     ids=str,
 )
@@ -76,27 +73,13 @@ def test_the_command_listens_where_it_reports() -> None:
 
 # A test run that was started in the background may ignore SIGINT, which its children inherit.
 CTRL_C = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-EARLY = """
-import os, uvicorn.server
-run = uvicorn.server.asyncio_run
-def interrupted(work, **options):
-    os.kill(os.getpid(), signal.SIGINT)
-    return run(work, **options)
-uvicorn.server.asyncio_run = interrupted
-"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(number: int) -> None:
     with running(CTRL_C) as (child, address):
         with urllib.request.urlopen(f"{address}/models", timeout=20):
             child.send_signal(number)
-        assert child.stderr
-        assert (child.stderr.read(), child.wait(20)) == ("", 0)
-
-
-def test_a_signal_before_it_serves_ends_it_in_order() -> None:
-    with running(f"{CTRL_C}\n{EARLY}") as (child, _):
         assert child.stderr
         assert (child.stderr.read(), child.wait(20)) == ("", 0)
 
@@ -110,21 +93,6 @@ def place(address: str) -> tuple[str, int]:
 def listens(address: str) -> bool:
     with socket.socket() as client:
         return client.connect_ex(place(address)) == 0
-
-
-def test_clients_that_leave_are_no_news(house: Any) -> None:
-    """A stream that is already whole is written to a connection that is lost, piece by piece."""
-    body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true}'
-    reset = b"\1" + bytes(7)  # SO_LINGER: on, for 0 s
-    with running(server=house.mock(max_queue=100).endpoints[0]) as (child, address):
-        for _ in range(100):
-            with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
-                client.request("POST", "/v1/chat/completions", body, JSON)
-                client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-                client.getresponse().readline()
-        child.terminate()
-        assert child.stderr
-        assert (child.stderr.read(), child.wait(20)) == ("", 0)
 
 
 @contextmanager
@@ -162,17 +130,6 @@ def test_a_client_that_stalls_does_not_keep_it_alive() -> None:
         ends_with_a_line(child)
 
 
-def test_a_plan_that_outlives_its_end_is_one_line(house: Any) -> None:
-    server, held = house.held()
-    with running(AT_ONCE, server.endpoints[0]) as (child, address):
-        body = b'{"messages": [{"role": "user", "content": "x"}]}'
-        with closing(http.client.HTTPConnection(*place(address), timeout=20)) as client:
-            client.request("POST", "/v1/chat/completions", body, JSON)
-            assert held.waiting.wait(20)
-            ends_with_a_line(child)
-        held.let()
-
-
 def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
     server, held = house.held()
     held.let(2)
@@ -186,17 +143,3 @@ def test_ctrl_c_twice_ends_its_plans_and_is_no_fault(house: Any) -> None:
         held.let()
     until(lambda: held.ended)
     assert held.ended == ["cancelled"]
-
-
-def test_an_offer_of_another_protocol_is_no_news(house: Any) -> None:
-    """It is served as it came; advice to install a WebSocket library would mislead."""
-    server = house.mock()
-    with running(server=server.endpoints[0]) as (child, address):
-        connection = http.client.HTTPConnection(*place(address), timeout=20)
-        connection.request("GET", "/v1/models", headers={"Connection": "Upgrade", "Upgrade": "h2c"})
-        assert connection.getresponse().status == 200
-        connection.close()
-        child.terminate()
-        assert child.wait(20) == 0
-        assert child.stderr
-        assert "pgrade" not in child.stderr.read()

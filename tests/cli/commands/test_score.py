@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -17,11 +15,10 @@ import pytest
 from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
 
 from thor_dflash.builders.build import build
-from thor_dflash.cli import main, output_files
+from thor_dflash.cli import main
 from thor_dflash.cli.commands.score import write_blocks
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.session import open_session
@@ -80,18 +77,6 @@ def test_no_more_than_two_blocks_are_held(tmp_path: Path) -> None:
     assert np.load(tmp_path / "x.npz")["logits"][:, 0].tolist() == [i // 2 for i in range(18)]
 
 
-def test_a_disk_without_space_is_refused_before_a_row_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never() -> Iterator[dict[str, Any]]:
-        raise AssertionError("a row is made")
-        yield {}
-
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=39))
-    with pytest.raises(RequestError, match=r"^--out must have 40 bytes free .got 39.$"):
-        write_blocks(tmp_path / "x.npz", {"logits": (2, 5)}, never())
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -128,18 +113,3 @@ def test_what_was_there_stays_until_the_new_one_is_whole(
     assert capsys.readouterr().err.endswith(f"{expected}\n")
     assert out.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
-
-
-def test_two_processes_that_write_one_file_leave_the_whole_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "x.npz"
-    with output_files.whole(out) as slow:
-        slow.write(b"slow")
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 1)
-            with output_files.whole(out) as quick:
-                quick.write(b"quick")
-        assert out.read_bytes() == b"quick"
-    assert out.read_bytes() == b"slow"
-    assert list(tmp_path.iterdir()) == [out]

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thor_dflash.cli.commands.profile import trace
 from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.core.results import Speculation
@@ -21,7 +20,6 @@ from thor_dflash.runtime.measure.profile import (
     ProfileSubject,
     Rail,
     StepEnd,
-    Stretch,
     spread,
 )
 
@@ -98,15 +96,6 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     assert ratio == pytest.approx(2, rel=0.01)
 
 
-def test_a_mark_is_at_the_time_in_which_a_part_s_bytes_can_be_read() -> None:
-    inside = drawings(page(FOUND))[3]
-    bars = list(inside.iter("rect"))
-    marks = [float(line.attrib["x1"]) for line in inside.iter("line")]
-    scale = float(bars[1].attrib["width"]) / 7.0  # width of 1 ms
-    start = float(bars[1].attrib["x"])
-    assert marks == pytest.approx([start + 5.0 * scale, start + 2.0 * scale], abs=0.2)
-
-
 def test_what_was_not_measured_is_not_there() -> None:
     bare = replace(FOUND, inside=None, power=Power(), spec=replace(FOUND.spec, accept_hist=(),
                    accepted_per_position=()))  # fmt: skip
@@ -128,86 +117,3 @@ def test_the_text_shows_what_a_part_reads_and_how_fast() -> None:
     assert others.split() == ["embed,", "concat", "0.500", "6.2%"]
     expected = "takes 8.000 ms, its graphs 8.000; this device reads 3000 GB/s"
     assert note.strip() == f"the cycle as one graph {expected}"
-
-
-def test_the_text_shows_what_an_answer_costs() -> None:
-    lines = table(FOUND).splitlines()
-    (rail,) = (line for line in lines if "VDD" in line)
-    assert rail.split() == ["VDD", "<GPU>", "4.00", "60.00", "30.00", "3.00"]
-    assert "  junction at most 61.2 °C" in lines
-    cells = "".join(f"<td>{number}</td>" for number in ("4.00", "60.00", "30.00", "3.000"))
-    assert f"<td>VDD &lt;GPU&gt;</td>{cells}" in page(FOUND)
-
-
-def test_bars_of_the_text_are_as_long_as_their_numbers_and_none_is_lost() -> None:
-    phases = {name: ProfilePhase(1.0, 1.0, share) for name, share in (("all", 1.0), ("half", 0.5))}
-    spec = replace(FOUND.spec, accept_hist=(1000, 500, 1, 0))
-    lines = table(replace(FOUND, phases=phases, spec=spec)).splitlines()
-    bars = {line.split()[0]: line.count("█") for line in lines if line.endswith("█")}
-    assert bars == {"all": 20, "half": 10}
-    (drawn,) = (line for line in lines if line.startswith("  committed tokens a cycle"))
-    assert drawn.endswith("1 to 4:  |█▄▁ |"), "one of a thousand is seen"
-
-
-SOAK = (
-    Stretch(0.0, 50.0, 40, 10.0, 130.0, {"VDD_CPU_SOC_MSS": 7.5, "VIN": 60.0}, 50.0),
-    Stretch(50.5, 100.0, 41, 12.5, 100.0, {"VDD_CPU_SOC_MSS": 6.0, "VIN": 45.0}, 75.0),
-)
-
-
-def test_a_soak_is_a_line_for_each_stretch() -> None:
-    lines = table(replace(FOUND, soak=SOAK)).splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("over time"))
-    assert [line.split() for line in lines[at : at + 4]] == [
-        "over time runs cycle, ms tokens/s VDD_CPU_SOC_MSS, W VIN, W junction, °C".split(),
-        "0.0 to 50.0 s 40 10.00 130.00 7.50 60.00 50.0".split(),
-        "50.5 to 100.0 s 41 12.50 100.00 6.00 45.00 75.0".split(),
-        [],
-    ]
-    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns are aligned
-    assert "over time" not in table(FOUND)
-
-
-def test_a_soak_is_drawn_number_by_number() -> None:
-    text = page(replace(FOUND, soak=SOAK))
-    assert [
-        t for t in re.findall("<h2>(.*?)</h2>", text) if t.startswith("Over time: ")
-    ] == [
-        f"Over time: {name}" for name in ("a cycle, ms", "VDD_CPU_SOC_MSS, W", "VIN, W",
-                                          "junction, °C")
-    ]  # fmt: skip
-    cycle, _, vin, heat = drawings(text)[4:8]
-    for drawing, ratio in ((cycle, 10 / 12.5), (vin, 60 / 45), (heat, 50 / 75)):
-        first, second = (float(bar.attrib["height"]) for bar in drawing.iter("rect"))
-        assert first / second == pytest.approx(ratio, abs=0.01)
-    first, second = cycle.iter("rect")
-    assert float(second.attrib["x"]) - float(first.attrib["x"]) == pytest.approx(
-        (float(second.attrib["width"]) + 1) * 50.5 / 49.5, abs=0.05
-    )
-    assert first[0].text == "10.00, 0.0 to 50.0 s"
-
-
-def test_a_junction_that_was_not_read_throughout_is_not_drawn() -> None:
-    soak = (SOAK[0], replace(SOAK[1], hottest_c=None))
-    text = page(replace(FOUND, soak=soak))
-    assert "Over time: junction" not in text
-    assert "<td>50.0</td>" in text
-
-
-def test_a_page_beside_an_earlier_one_shows_what_became_of_its_medians() -> None:
-    before = replace(FOUND, times={name: spread([22.0]) for name in TITLES})
-    text = page(FOUND, before)
-    assert text.count("<td>0.477x of 22.00</td>") == len(TITLES)
-    assert "<th>before</th>" in text
-    assert "x of" not in page(FOUND)
-    assert "<th>before</th>" not in page(FOUND)
-
-
-def test_the_last_step_of_a_dead_end_is_not_drawn_as_the_prompt() -> None:
-    ended = replace(FOUND, finish="grammar_dead_end", timeline=(*FOUND.timeline, StepEnd(130.0, 0)))
-    for found, names in ((FOUND, []), (ended, ["dead end"])):
-        expected = ["prompt", "cycle", "cycle", *names]
-        events = trace(found)["traceEvents"]
-        assert [event["name"] for event in events if event["ph"] == "X"] == expected
-        assert page(found).count("dead end, 30.00 ms") == len(names)
-        assert page(found).count("<title>prompt, ") == 1
