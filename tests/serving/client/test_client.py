@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 import zmq
 from support.waiting import until
 
-from thor_dflash.core.errors import ConfigError, PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import (
     AsyncPlanner,
     Options,
@@ -26,7 +23,6 @@ from thor_dflash.serving.client import (
     RemotePlanner,
     async_client,
     client,
-    connection,
     retry,
 )
 from thor_dflash.serving.client.retry import Attempts
@@ -79,51 +75,6 @@ def test_closing_a_client_ends_its_open_streams(house: Any) -> None:
     assert held.ended == ["cancelled"]
 
 
-def test_a_closed_client_says_so_at_once(house: Any) -> None:
-    planner = RemotePlanner(house.mock().endpoints[0], Options(retries=10**9))
-    planner.close()
-    for work in (planner.ping, lambda: planner.plan(STREAM), lambda: list(planner.stream(STREAM))):
-        with pytest.raises(PlanError, match="the client was closed") as caught:
-            work()
-        assert caught.value.code == "unreachable"
-
-
-def test_an_idle_client_that_was_refused_for_long_may_be_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """libzmq blocks when the pipe of its monitor is full, which nobody reads in an idle client.
-    With a wrong key that takes two minutes; here it is hurried.
-    """
-    monkeypatch.setitem(connection.SOCKET_OPTIONS, zmq.RECONNECT_IVL, 1)
-    monkeypatch.setattr(client, "MONITORED", zmq.EVENT_ALL)
-    with socket.create_server(("127.0.0.1", 0)) as refusing:
-        planner = RemotePlanner(f"tcp://127.0.0.1:{refusing.getsockname()[1]}")
-        refusing.settimeout(0.2)
-        with suppress(TimeoutError):  # once libzmq blocks, it connects no more
-            for _ in range(500):  # each attempt makes five events, and the pipe holds 2000
-                refusing.accept()[0].close()
-        ends(planner.close)
-
-
-@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
-@pytest.mark.parametrize(
-    ("endpoint", "keys"), [("nowhere", ""), (NOWHERE, "nokeys")], ids=["endpoint", "keys"]
-)
-def test_a_client_that_cannot_be_made_leaves_nothing_open(
-    kind: Any, endpoint: str, keys: str
-) -> None:
-    """Otherwise, if the context were garbage-collected before its socket, it would wait for that
-    socket for ever.
-    """
-    it = kind.__new__(kind)
-    try:
-        with pytest.raises(ConfigError):
-            it.__init__(endpoint, Options(keys=keys))
-        assert it._context.closed
-    finally:
-        it._context.destroy(linger=0)
-
-
 def test_closing_an_asyncio_client_ends_all_that_wait(
     house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,26 +113,6 @@ def test_closing_an_asyncio_client_ends_all_that_wait(
 
 
 # --- asking
-
-
-def test_a_stream_is_cancelled_with_the_token_that_began_it(house: Any, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("own")
-    token.chmod(0o600)
-    server, held = house.held(token_file=str(token))
-    held.let(2)
-
-    async def main() -> None:
-        async with AsyncPlanner(server.endpoints[0], Options(token="another")) as planner:
-            stream: Any = planner.stream(PlanRequest(prompt="x", stream="all", token="own"))
-            await anext(stream)
-            await stream.aclose()
-            # On the same connection, so it is answered after the `cancel` of the closed stream.
-            stats = await planner.call(messages.Simple(op="stats", token="own"))
-            assert stats["refused"].keys() <= {"cancelled"}  # and none is unauthorized
-            assert stats["requests"]["cancel"] == 1
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["plan", "stream"])
@@ -285,34 +216,3 @@ def test_a_late_answer_does_not_block_the_next_request() -> None:
             with pytest.raises(PlanError, match="silent") as caught:
                 ends(planner.ping)
             assert caught.value.code == "unreachable"
-
-
-def test_a_stream_skips_what_is_not_its_own() -> None:
-    with (
-        answering({"another": "wrong", "": "right"}) as endpoint,
-        RemotePlanner(endpoint, Options(retries=0)) as planner,
-    ):
-        (result,) = planner.stream(PlanRequest(prompt="x", stream="steps"))
-    assert result.text == "right"
-
-
-def test_an_answer_has_no_frame_before_its_body() -> None:
-    """libzmq aborts the process if a connection is lost between two frames of a message."""
-    envelopes: list[list[bytes]] = []
-    with answering({"": "right"}, envelopes) as endpoint, RemotePlanner(endpoint) as planner:
-        (result,) = planner.stream(PlanRequest(prompt="x", stream="steps"))
-    assert result.text == "right"
-
-    async def ask(endpoint: str) -> messages.Result:
-        async with AsyncPlanner(endpoint) as planner:
-            return await planner.plan(PlanRequest(prompt="x"))
-
-    with answering({"": "right"}, envelopes) as endpoint:
-        assert asyncio.run(ask(endpoint)).text == "right"
-    assert [len(envelope) for envelope in envelopes] == [1, 1], "the routing id alone"
-
-
-def test_a_client_may_wait_for_ever(house: Any) -> None:
-    options = Options(plan_timeout_s=math.inf, timeout_s=math.inf)
-    with RemotePlanner(house.mock().endpoints[0], options) as planner:
-        assert [planner.ping()["status"], planner.plan(STREAM).status] == ["ok", "ok"]

@@ -15,11 +15,10 @@ from msgspec import structs
 from support.waiting import PATIENCE_S
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest, RemotePlanner
+from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest
 from thor_dflash.serving.client.retry import GRACE_S, Attempts
 from thor_dflash.serving.protocol import messages
 
-NOWHERE = "tcp://127.0.0.1:9"
 OLD, NEW = PlanRequest(prompt="old"), PlanRequest(prompt="new")
 
 
@@ -53,18 +52,11 @@ async def until(what: Callable[[], Awaitable[object]]) -> None:
     ("old", "new", "over", "then"),
     [
         (OLD, NEW, True, "preempted"),
-        (OLD, NEW, False, "preempted"),
         (OLD, structs.replace(NEW, preempt="none"), False, "preempted"),
-        (
-            structs.replace(OLD, session="arm"),
-            structs.replace(NEW, session="arm"),
-            True,
-            "preempted",
-        ),
         (structs.replace(OLD, session="arm"), NEW, False, "stop"),
         (structs.replace(OLD, preempt="none"), NEW, True, "stop"),
     ],
-    ids=["client", "running", "polite", "named", "other", "patient"],
+    ids=["client", "polite", "other", "patient"],
 )
 def test_a_plan_that_was_refused_does_not_displace_a_later_one(
     house: Any, again: asyncio.Event, old: PlanRequest, new: PlanRequest, over: bool, then: str
@@ -100,33 +92,6 @@ def test_a_plan_that_was_refused_does_not_displace_a_later_one(
     asyncio.run(main())
 
 
-def test_a_later_plan_that_no_server_took_displaces_nothing(
-    house: Any, again: asyncio.Event
-) -> None:
-    server, held, load = house.held_later()
-
-    async def main() -> None:
-        async with AsyncPlanner(server.endpoints[0]) as planner:
-
-            async def asked() -> bool:
-                return bool((await planner.simple("stats"))["refused"].get("not_ready"))
-
-            async def ready() -> bool:
-                return bool((await planner.simple("health"))["ready"])
-
-            first = asyncio.create_task(outcome(planner.plan(OLD)))
-            await until(asked)
-            assert await outcome(planner.plan(PlanRequest(prompt="x" * 2**21))) == "too_large"
-            load.set()
-            await until(ready)
-            again.set()
-            held.let()
-            assert await first == "stop"
-            assert planner._waiting == {}
-
-    asyncio.run(main())
-
-
 def test_a_deadline_is_less_with_every_try() -> None:
     began = time.monotonic() - 3
     attempts = Attempts(Options(), PlanRequest(prompt="x", deadline_ms=60_000), began=began)
@@ -135,28 +100,6 @@ def test_a_deadline_is_less_with_every_try() -> None:
     with pytest.raises(PlanError) as caught:
         late.send()
     assert caught.value.code == "deadline"
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_the_deadline_of_a_stream_begins_with_the_call(kind: str) -> None:
-    ask = PlanRequest(prompt="x", deadline_ms=1)
-
-    async def begun() -> None:
-        async with AsyncPlanner(NOWHERE) as planner:
-            events = planner.stream(ask)
-            await asyncio.sleep(0.01)
-            await anext(events)
-
-    def work() -> None:
-        if kind == "async":
-            asyncio.run(begun())
-        with RemotePlanner(NOWHERE) as planner:
-            events = planner.stream(ask)
-            time.sleep(0.01)
-            next(events)
-
-    with pytest.raises(PlanError, match="the deadline passed before a server took the plan"):
-        work()
 
 
 def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() -> None:

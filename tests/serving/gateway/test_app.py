@@ -5,18 +5,15 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-import urllib.error
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
 from support.http_gateway import CHAT, client, gateway, get
 from support.waiting import until
 
-from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.gateway import app as gateway_module
 from thor_dflash.serving.planner.mock_backend import PLAN, THINKING
 
 
@@ -115,31 +112,11 @@ def test_models_health_and_metrics(house: Any) -> None:
         assert f"thor_dflash:spec_decode_{name}_total" in text
 
 
-def test_what_is_no_route_is_refused_as_openai_does(house: Any) -> None:
-    with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
-        with pytest.raises(NotFoundError, match="POST /v1/completions must be a route") as caught:
-            openai.completions.create(model="mock", prompt="x")
-        assert (caught.value.type, caught.value.code) == ("invalid_request_error", "bad_request")
-        with pytest.raises(urllib.error.HTTPError) as wrong:
-            get(f"{address}/v1/chat/completions")
-        assert (wrong.value.code, wrong.value.headers["allow"]) == (405, "POST")
-        assert "Method Not Allowed" in msgspec.json.decode(wrong.value.read())["error"]["message"]
-
-
 def test_without_a_server_it_says_so(house: Any) -> None:
     with gateway("ipc:///nowhere/plan") as address, client(address) as openai:
         with pytest.raises(APIStatusError) as caught:
             openai.chat.completions.create(model="", messages=CHAT, extra_body={"deadline_ms": 100})
         assert (caught.value.status_code, caught.value.code) in ((503, "unreachable"),)
-
-
-@pytest.mark.parametrize(
-    ("ms", "seconds"), [(0.0, "1"), (400.0, "1"), (500.0, "1"), (1000.0, "1"), (1400.0, "2")]
-)
-def test_retry_after_is_never_too_early(ms: float, seconds: str) -> None:
-    busy = PlanError("busy", "later", retry_after_ms=ms)
-    assert gateway_module._refused(busy).headers["retry-after"] == seconds
-    assert "retry-after" not in gateway_module._refused(PlanError("busy", "later")).headers
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,6 @@ from support.http_gateway import client, gateway
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.gateway import server_pool
 from thor_dflash.serving.planner.backend import BackendInfo
 from thor_dflash.serving.planner.mock_backend import MockBackend
 
@@ -38,13 +37,6 @@ def reply_of(address: str, path: str) -> tuple[int, Any, str | None]:
     return reply.status, body, reply.getheader("x-should-retry")
 
 
-def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(member: Any) -> None:
-        """No health check comes before the question."""
-
-    monkeypatch.setattr(server_pool, "_look_after", look)
-
-
 @pytest.mark.parametrize("path", [quote(NAME), quote(NAME, safe="")])
 def test_a_model_is_described_as_in_the_list(house: Any, path: str) -> None:
     servers = (house.mock(), house.serve(Named(ServeConfig())))
@@ -57,13 +49,3 @@ def test_a_model_is_described_as_in_the_list(house: Any, path: str) -> None:
         assert reply_of(address, "/v1/models/")[1]["data"] == listed
         with client(address) as openai:
             assert [openai.models.retrieve(name).id for name in ("mock", NAME)] == ["mock", NAME]
-
-
-def test_a_model_of_a_server_that_does_not_answer_is_not_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    never(monkeypatch)
-    monkeypatch.setattr(server_pool, "SOON_S", 0.1)
-    with gateway("ipc:///nowhere/plan") as address:
-        status, body, again = reply_of(address, "/v1/models/mock")
-        assert (status, body["error"]["code"], again) == (503, "unreachable", "true")

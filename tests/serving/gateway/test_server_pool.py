@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -111,35 +110,6 @@ def test_the_deadline_counts_for_all_servers() -> None:
     assert planners[1].requests == []
 
 
-@pytest.mark.parametrize(
-    ("request_", "codes", "code"),
-    [
-        (ARM, ("busy", "unreachable", "unreachable"), ("busy",)),
-        (ARM, ("busy", "unreachable", "draining"), ("busy", "draining")),
-        (SKILLS, ("bad_request", "busy", "bad_request"), ("busy",)),
-        (SKILLS, ("bad_request", "unreachable", "bad_request"), ("bad_request",)),
-    ],
-)
-def test_the_most_informative_refusal_is_the_answer(
-    request_: PlanRequest, codes: tuple[Code, ...], code: tuple[str, ...]
-) -> None:
-    for order in set(permutations(codes)):
-        planners = [Fake(one) for one in order]
-        first = next(one for one in order if one in code)
-        assert refusal(pool_of(*planners), request_) == first
-        assert [len(planner.requests) for planner in planners] == [1, 1, 1]
-
-
-def test_a_server_that_has_answered_or_refused_is_as_free_as_before() -> None:
-    first, second = Fake(), Fake("busy")
-    pool = pool_of(first, second)
-    for code in (None, "busy", None):
-        first.code = code  # type: ignore[assignment]
-        with suppress(PlanError):
-            answer(pool, PlanRequest(prompt="x"))
-    assert (len(first.requests), len(second.requests)) == (3, 1), "of equals the first"
-
-
 def begin(pool: ServerPool, request: PlanRequest) -> asyncio.Task[Any]:
     async def first() -> None:
         await anext(pool.stream(request))
@@ -230,16 +200,6 @@ def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None
     assert (len(without.requests), len(having.requests)) == (1, 2)
 
 
-def test_a_model_is_asked_of_its_own_servers_only() -> None:
-    planners = [Fake("busy"), Fake("busy"), Fake("busy")]
-    pool = pool_of(*planners)
-    for member, name in zip(pool.members, ("a", "b", "a"), strict=True):
-        member.model = name
-    for name, counts in (("a", [1, 0, 1]), ("b", [1, 1, 1]), ("", [2, 2, 2])):
-        assert refusal(pool, ARM, name) == "busy"
-        assert [len(planner.requests) for planner in planners] == counts
-
-
 def test_a_model_is_unknown_only_when_all_servers_have_named_theirs() -> None:
     known, new = Fake(), Fake(name="new")
     pool = pool_of(known, new)
@@ -255,22 +215,6 @@ def test_a_model_is_unknown_only_when_all_servers_have_named_theirs() -> None:
     with pytest.raises(PlanError) as caught:
         asyncio.run(pool.knows("other"))
     assert caught.value.code == "unauthorized"
-
-
-def test_closing_takes_no_plan_from_one_server_to_the_next() -> None:
-    first, second = Open(), Open()
-    pool = pool_of(first, second)
-
-    async def main() -> None:
-        plan = begin(pool, PlanRequest(prompt="x"))
-        await turns()
-        await pool.close()
-        with pytest.raises(PlanError) as caught:
-            await plan
-        assert caught.value.code == "unreachable"
-
-    asyncio.run(main())
-    assert (len(first.requests), second.requests) == (1, [])
 
 
 # --- health checks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from support.http_gateway import CHAT, client, gateway, get
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.gateway import server_pool
 from thor_dflash.serving.planner.backend import BackendInfo
 from thor_dflash.serving.planner.mock_backend import MockBackend
 
@@ -92,25 +90,3 @@ def test_the_model_that_is_asked_for_answers_and_is_named(house: Any, stream: bo
         assert (error.code, error.param) == ("model_not_found", "model")
         assert error.type == "invalid_request_error"
         assert error.response.headers["x-should-retry"] == "false"
-
-
-def test_the_deadline_includes_the_search_for_a_server_of_the_model(
-    house: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def look(member: Any) -> None:
-        """None is done before the question."""
-
-    async def meet(member: Any, meet: Any = server_pool._meet) -> Any:
-        await asyncio.sleep(0.5)
-        return await meet(member)
-
-    monkeypatch.setattr(server_pool, "_look_after", look)
-    monkeypatch.setattr(server_pool, "_meet", meet)
-    late = {"deadline_ms": 400}
-    with (
-        gateway(house.mock().endpoints[0]) as address,
-        client(address) as openai,
-        pytest.raises(APIStatusError) as caught,
-    ):
-        openai.chat.completions.create(model="mock", messages=CHAT, extra_body=late)
-    assert (caught.value.status_code, caught.value.code) == (408, "deadline")

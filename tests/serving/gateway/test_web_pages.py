@@ -63,26 +63,6 @@ def test_a_client_finds_its_answer_when_it_has_sent_all(
             page.close()
 
 
-def test_a_client_that_asks_first_is_refused_before_it_sends(house: Any) -> None:
-    server = house.mock()
-    with gateway(server.endpoints[0]) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as one:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\n"
-            one.sendall(f"{head}Content-Type: text/plain\r\nContent-Length: 9\r\n\r\n".encode())
-            body = b"".join(iter(lambda: one.recv(1 << 16), b""))
-        assert body.startswith(b"HTTP/1.1 400 ")
-
-
-def test_a_probe_that_names_no_host_is_answered(house: Any) -> None:
-    server = house.mock()
-    with gateway(server.endpoints[0]) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as probe:
-            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            assert probe.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-
-
 def test_a_body_that_never_ends_is_refused(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateways, "BODY_S", 0.2)
     server = house.mock()

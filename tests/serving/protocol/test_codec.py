@@ -4,7 +4,6 @@ with one is refused by name.
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from typing import Any
@@ -15,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.protocol import codec, errors, groot, messages, validation
-from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec, Head
+from thor_dflash.serving.protocol import codec, errors, messages, validation
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 
 PLAN = {"v": 1, "op": "plan", "id": "a", "prompt": "Bring the cup."}
 
@@ -48,16 +47,11 @@ BEGUN = b'{"op":"plan","id":"a","prompt":"x",'
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        (BEGUN + b'"temperature":1e999}', "temperature"),
         (BEGUN + b'"metadata":{"a":[1e999]}}', "metadata[...][0]"),
         (BEGUN + b'"x_a":1e999}', None),
         (BEGUN + b'"seed":' + b"9" * 5000 + b"}", "seed"),
         (BEGUN + b'"prompt":' + b"[" * 500 + b"]" * 500 + b"}", "prompt"),
-        (MSGPACK.encode({**PLAN, "metadata": {1: 2}}), "metadata"),
-        (MSGPACK.encode({**PLAN, "prompt": {b"x": 2}}), "prompt"),
         (MSGPACK.encode({"op": "ping", 1: 2}), None),
-        (BEGUN + b'"stop":[5],"stop":null}', "stop[0]"),
-        (b"", None),
         (b"[1]", None),
     ],
     ids=lambda value: repr(value)[:30],
@@ -73,9 +67,7 @@ def test_what_no_reply_could_repeat_is_refused_by_name(body: bytes, field: str |
     ("text", "shown"),
     [
         (b'"prompt":"a\\ud800b"', "prompt must be Unicode text (got half a surrogate pair in "),
-        (b'"prompt":"\\udc00\\ud800"', "prompt must be Unicode text"),
         (b'"prompt":"\\\\ud800","session":"\\uD800\\u0041"', "session must be Unicode text"),
-        (b'"prompt":"\xef\xbf\xbd","metadata":{"a":["\\ud800"]}', "metadata must be Unicode text"),
         (b'"prompt":"x","\\ud800":1', "\ufffd must be Unicode text"),
     ],
 )  # fmt: skip
@@ -119,23 +111,16 @@ def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:
     assert refused({**PLAN, "x_trace": 1, "y_trace": 1}).field == "y_trace"
 
 
-WHEN = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
-"""A fixed time, since it becomes part of a test's name."""
-
-
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b"null", b"\xff", b"\x00" * 9, b'{"op":"plan"',
+        b"", b"{", b"null", b"\xff", b'{"op":"plan"',
         b'{"op":' + b"[" * 100_000, b"\x81\xa2op" + b"\x91" * 100_000,
         b'{"op":"plan","id":"a","prompt":"\\ud800"}', b"\x82\xa2op\xa4plan\xa2id\xa1\xff",
         b'{"op":"plan","id":"a","prompt":NaN}', b"\xdf\xff\xff\xff\xff", b'{"id":"a"}',
         MSGPACK.encode({**PLAN, "metadata": {"a": msgspec.msgpack.Ext(5, b"x")}}),
-        MSGPACK.encode({**PLAN, "metadata": {"a": WHEN}}),
         MSGPACK.encode({**PLAN, "metadata": {"a": b"bytes"}}),
-        MSGPACK.encode({**PLAN, "metadata": {"a": {1: 2}}}),
         MSGPACK.encode({**PLAN, "metadata": {"a": float("nan")}}),
-        MSGPACK.encode({**PLAN, "temperature": float("nan")}),
     ],
     ids=lambda body: repr(body)[:30],
 )  # fmt: skip
@@ -166,68 +151,22 @@ def test_any_mutation_is_read_or_refused(data: st.DataObject) -> None:
     assert outcome(body) in ("read", "bad_request", "unsupported_version")
 
 
-class Unwritten:
-    """A part of a value that no message shows: to write it out fails the test."""
-
-    def __repr__(self) -> str:
-        raise AssertionError("a value is cut before it is written")
-
-
-@pytest.mark.parametrize("large", [["x" * 50, "y" * 50, Unwritten()], {"x" * 90: Unwritten()}])
-def test_of_a_large_value_no_more_is_written_than_is_shown(large: Any) -> None:
-    """To write out a megabyte of which only the first characters are shown would keep every other
-    client waiting.
-    """
-    for head in (Head(op=large), Head(op="plan", v=large)):
-        with pytest.raises(PlanError, match=r"\(got [\[{]\"x+.{,50}\.\.\.[;)]"):
-            codec.read(JSON, b"{}", head)
-    with pytest.raises(PlanError, match=r"stop must be left out.*\(got "):
-        validation.check(messages.PlanRequest(prompt="x", stop=large))
-
-
-@pytest.mark.parametrize("rest", ['": 1}', '\\ud800": 1}'], ids=["unknown", "torn"])
-@pytest.mark.parametrize("key", ["op", "endpoint"])
-def test_a_long_name_is_cut(key: str, rest: str) -> None:
-    body = f'{{"{key}": "plan", "{"q" * 2000}{rest}'.encode()
-    head = codec.head_of(JSON, body)
-    reader = groot.read if groot.is_groot(head) else codec.read
-    with pytest.raises(PlanError, match="^q{64} must be ") as caught:
-        reader(JSON, body, head)
-    assert caught.value.field == "q" * 64
-    assert len(caught.value.message) < 300
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"promt": "x"}, "promt"),
         ({"max_tokens": "4"}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 1 << 70}, "max_tokens"),
-        ({"deadline_ms": -1}, "deadline_ms"),
-        ({"priority": 10}, "priority"),
-        ({"generation": 1.5}, "generation"),
         ({"id": "x" * 65}, "id"),
-        ({"id": ""}, "id"),
-        ({"session": ""}, "session"),
-        ({"stream": True}, "stream"),
         ({"stream": "all the way"}, "stream"),
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
-        ({"prompt": " "}, "prompt"),
-        ({"prompt": None, "messages": []}, "messages"),
         ({"prompt": None, "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"prompt": None, "messages": [{"role": "user", "text": "x"}]}, "messages[0].text"),
-        ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content"),
         ({"temperature": 0.7}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 5}, "top_k"),
-        ({"seed": 3}, "seed"),
         ({"stop": ["."]}, "stop"),
         ({"thinking_budget": 3, "thinking_token_budget": 4}, "thinking_token_budget"),
         ({"metadata": {"a": "x" * 2000}}, "metadata"),
         ({"metadata": {"a": json.loads("[" * 70 + "]" * 70)}}, "metadata"),
-        ({"return": ["everything"]}, "return[0]"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"op": "pland"}, "op"),
         ({"v": 2}, "v"),

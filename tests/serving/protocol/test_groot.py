@@ -21,9 +21,6 @@ HEALTH = b"\x81\xa8endpoint\xa6health"
 HEALTH_NO_DATA = b"\x82\xa8endpoint\xa6health\xa4data\xc0"
 """What `call_endpoint("health")` sends: the key `data` is there, but its value is None."""
 HEALTH_LIST = b"\x82\xa8endpoint\xa6health\xa4data\x90"
-OTHERS = (b"\x81\xa8endpoint\xa5hello", b"\x81\xa8endpoint\xa5stats",
-          b"\x81\xa8endpoint\xabprefix.list",
-          b"\x82\xa8endpoint\xa6cancel\xa4data\x81\xa6target\xa1x")  # fmt: skip
 KILL = b"\x81\xa8endpoint\xa4kill"
 RESET = b"\x82\xa8endpoint\xa5reset\xa4data\x81\xa7options\xc0"
 ARRAY = (
@@ -71,11 +68,6 @@ def test_a_healthy_server_is_no_error_to_it(client: Any, body: bytes) -> None:
     assert (health["state"], health["last_error"]) == ("ready", None)
 
 
-def test_it_may_call_whatever_there_is(client: Any) -> None:
-    for body in OTHERS:
-        assert call(client, body)["type"] in ("result", "ack")
-
-
 def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: Any) -> None:
     for body, says in ((KILL, "got kill"), (RESET, "got reset"), (GET_ACTION, "got get_action"),
                        (NUMBER, "endpoint must be an operation .got 5"),
@@ -86,20 +78,6 @@ def test_unknown_endpoints_and_bad_data_are_errors_and_the_server_stays(client: 
         with pytest.raises(RuntimeError, match=says):
             call(client, body)
     assert call(client, PING)["status"] == "ok"
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"v": 2}, "unsupported_version: v must be 1"),
-        ({"op": "plan"}, "bad_request: op must be left out: endpoint names"),
-    ],
-)
-def test_its_data_are_fields_of_the_protocol(client: Any, data: dict[str, Any], says: str) -> None:
-    with pytest.raises(RuntimeError, match=says):
-        call(client, msgspec.msgpack.encode({"endpoint": "ping", "data": data}))
-    fine = {"endpoint": "ping", "data": {"v": 1, "x_robot": "arm"}}
-    assert call(client, msgspec.msgpack.encode(fine))["status"] == "ok"
 
 
 def test_it_gets_no_first_step_for_a_plan(client: Any) -> None:

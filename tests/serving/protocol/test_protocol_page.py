@@ -15,12 +15,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import RETRYABLE
 from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.serving.client.retry import CODES
 from thor_dflash.serving.protocol import codec, messages
-from thor_dflash.serving.server.hello import server_description
 
 TEXT = (Path(__file__).parents[3] / "docs/reference/protocol.md").read_text()
 ENVELOPE = {"v", "op", "id", "token"}
@@ -117,15 +114,6 @@ def test_every_role_and_field_of_a_turn_is_named() -> None:
     assert documented == choices(messages.Role) | names(messages.Message)
 
 
-def test_what_hello_lacks_before_a_model_is_there_is_documented() -> None:
-    hello = server_description(ServeConfig(), None)
-    (text,) = re.findall(r"^Before `ready`(.*?)\n\n", TEXT, re.M | re.S)
-    null = {name for name, value in hello["limits"].items() if value is None}
-    empty = {name for name in ("features", "prefixes") if not hello[name]}
-    assert set(words(text)) == null | empty | {"limits", "device.engine"}
-    assert hello["device"]["engine"] == ""
-
-
 def test_the_example_has_every_field_of_a_result() -> None:
     (block,) = re.findall(r"```json\n(.*?)```", part("6."), re.S)
     example = json.loads(block)
@@ -133,11 +121,6 @@ def test_the_example_has_every_field_of_a_result() -> None:
     assert example["usage"].keys() == names(Usage)
     assert example["timings"].keys() == names(Timings)
     assert example["spec"].keys() == names(Speculation)
-
-
-def test_every_number_of_speculation_is_explained() -> None:
-    text = re.sub(r"```json.*?```", "", part("6."), flags=re.S)
-    assert set(words(text)) >= names(Speculation)
 
 
 def test_every_word_a_result_may_hold() -> None:
@@ -164,11 +147,6 @@ def test_every_error_and_its_fields() -> None:
     assert set(re.findall(r'"(\w+)":', part("7. Errors").splitlines()[0])) >= names(
         messages.ErrorReply
     ) - {"v", "id", "seq"}
-
-
-def test_what_may_be_asked_again_is_what_the_contract_says() -> None:
-    (after,) = re.findall(r"may succeed later: so after (.*?)\.", TEXT, re.S)
-    assert {*words(after), "unreachable"} == RETRYABLE, "the last is a client's own word"
 
 
 def test_every_state() -> None:

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import Code, PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol.messages import Chunk
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
-from thor_dflash.serving.server.lifecycle import RETRY_MS, Lifecycle
+from thor_dflash.serving.server.lifecycle import Lifecycle
 from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.workers import ChunkReady, FileWritten, JobChecked, JobDone
 from thor_dflash.serving.transport.router_socket import ReceivedMessage
@@ -105,33 +105,11 @@ def test_while_it_drains_state_is_shown_and_new_work_refused(it: Fixture) -> Non
     assert [reply.get("code") for reply in it.sent] == [None] * 6 + ["draining"] * 4
 
 
-@pytest.mark.parametrize(
-    ("body", "id"),
-    [(b'{"op":"plan"}', "-"), (b'{"v":2,"op":"ping"}', "-"),
-     (b'{"op":"ping","id":null}', None), (b"{", None), (b"?", None)],
-)  # fmt: skip
-def test_a_refusal_names_a_request_without_an_id_as_its_answer_would(
-    it: Fixture, body: bytes, id: str | None
-) -> None:
-    it.receive(body)
-    assert it.replies("type") == [(id, "error")]
-
-
 def test_a_slow_reader_may_lose_text_and_no_step(it: Fixture) -> None:
     job = it.check(it.plan("a"))
     for kind in ("progress", "thinking", "text", "step"):
         it.handlers.handle_event(ChunkReady(job, Chunk(kind=kind)))  # type: ignore[arg-type]
     assert it.droppable == [True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("code", "shown"), [("engine_fault", True), ("internal", True), ("deadline", False)]
-)
-def test_health_shows_the_last_fault_of_a_plan_and_no_refusal(
-    it: Fixture, code: Code, shown: bool
-) -> None:
-    it.handlers.handle_event(JobDone(it.check(it.plan("a")), PlanError(code, "what happened")))
-    assert it.lifecycle.health(0, 0)["error"] == ("what happened" if shown else None)
 
 
 def test_a_deadline_is_judged_by_what_its_check_has_left_of_it(it: Fixture) -> None:
@@ -193,23 +171,3 @@ def test_pending_requests_are_refused_at_the_end(it: Fixture, end: str, code: st
     running = [] if end == "give_up" else [("a", code)]
     assert it.replies("code") == [*running, ("v", code), ("d", code)]
     assert job.stop == "cancelled", "its thread is waited for"
-
-
-def test_a_plan_whose_deadline_passes_while_it_waits_is_answered_and_counted(it: Fixture) -> None:
-    for id, fields in (("a", {}), ("b", {"deadline_ms": 1000, "session": "t"})):
-        it.check(it.plan(id, **fields))
-    it.handlers.expire(time.monotonic())
-    assert it.sent == []
-    it.handlers.expire(time.monotonic() + 1)
-    assert it.replies("code") == [("b", "deadline")]
-    assert it.handlers.stats.finished == {"deadline": 1}
-
-
-@pytest.mark.parametrize(("e2e_ms", "after"), [(9000.0, 9000.0), (1.0, RETRY_MS)])
-def test_a_full_queue_names_the_time_of_a_plan(
-    it: Fixture, monkeypatch: pytest.MonkeyPatch, e2e_ms: float, after: float
-) -> None:
-    monkeypatch.setattr(BACKEND.rates, "e2e_ms", e2e_ms)
-    for n in range(ServeConfig().max_queue + 2):
-        it.plan(f"{n}", session=f"{n}")
-    assert [(reply["code"], reply["retry_after_ms"]) for reply in it.sent] == [("busy", after)]

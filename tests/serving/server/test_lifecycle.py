@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import ModelFault
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.lifecycle import DEGRADED, Lifecycle
 from thor_dflash.serving.server.server import TICK_S, Server
@@ -32,18 +31,6 @@ def test_a_draining_server_is_degraded_by_a_step_that_hangs() -> None:
     assert (health["state"], health["level"], health["ready"]) == ("degraded", "ERROR", False)
     lifecycle.heartbeat.beat(busy=True)
     assert lifecycle.state(busy=True) == "draining"
-
-
-@pytest.mark.parametrize(("since_s", "word"), [(LATE_S - 60, "busy"), (LATE_S + 60, "degraded")])
-def test_a_step_is_late_by_its_share_of_the_watchdogs_time(since_s: float, word: str) -> None:
-    assert stepping(since_s).state(busy=True) == word
-
-
-def test_failed_is_the_first_state() -> None:
-    lifecycle = stepping(LATE_S + 60)
-    lifecycle.draining, lifecycle.failed = True, ModelFault("what happened")
-    assert lifecycle.state(busy=True) == "failed"
-    assert "what happened" not in str(lifecycle.health(1, 0)), "that is for the log"
 
 
 @pytest.fixture
@@ -80,26 +67,3 @@ def test_a_process_that_was_stopped_does_not_take_its_engine_for_hung(
     assert not statuses, "but for 10 s, it has the time that it had"
     watch(server, stopped + WATCHDOG_S - 11, stopped + WATCHDOG_S - 9)
     assert set(statuses) == {70}, "and no more: a hung engine ends the process nevertheless"
-
-
-def test_a_sign_of_life_makes_up_for_no_later_time(watched: tuple[Server, list[int]]) -> None:
-    server, statuses = watched
-    watch(server, 0, 3 * WATCHDOG_S, every_s=3 * WATCHDOG_S)
-    server._lifecycle.heartbeat.at += 3 * WATCHDOG_S  # the next step begins
-    watch(server, 0, WATCHDOG_S - 1)
-    assert not statuses
-    watch(server, WATCHDOG_S - 1, WATCHDOG_S + 1)
-    assert set(statuses) == {70}
-
-
-def test_a_step_that_began_after_the_process_was_stopped_has_no_more_time(
-    watched: tuple[Server, list[int]],
-) -> None:
-    """The engine's thread may be the first to go on: then its sign of life is younger."""
-    server, statuses = watched
-    server._lifecycle.heartbeat.at += 100 * WATCHDOG_S
-    watch(server, 0, TICK_S)
-    watch(server, TICK_S, WATCHDOG_S - TICK_S)
-    assert not statuses
-    watch(server, WATCHDOG_S - TICK_S, WATCHDOG_S + 2 * TICK_S)
-    assert set(statuses) == {70}

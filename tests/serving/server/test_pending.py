@@ -5,7 +5,7 @@ that left, and that plans are checked before them.
 from __future__ import annotations
 
 import threading
-from queue import PriorityQueue, SimpleQueue
+from queue import PriorityQueue
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server import workers
-from thor_dflash.serving.server.pending import MAX_PER_CLIENT, MAX_TOTAL, PendingRequests
+from thor_dflash.serving.server.pending import MAX_PER_CLIENT, MAX_TOTAL
 from thor_dflash.serving.server.scheduler import Peer, job_of
-from thor_dflash.serving.server.workers import PendingRequest, RequestDone
+from thor_dflash.serving.server.workers import PendingRequest
 
 VALIDATE, DROP = messages.Validate(id="v", prompt="x"), messages.PrefixDrop(id="d", prefix_id="x")
 
@@ -89,23 +89,6 @@ def test_a_request_of_a_client_that_left_is_not_begun(house: Any) -> None:
     assert backend.asked == ["a", "d"]
 
 
-@pytest.mark.parametrize("thread", ["checks", "files"])
-def test_an_abandoned_request_is_not_begun(thread: str) -> None:
-    backend, events = MockBackend(ServeConfig()), list[Any]()
-    request = PendingRequest(peer(1), VALIDATE if thread == "checks" else DROP, abandoned=True)
-    if thread == "checks":
-        checks: PriorityQueue[workers.CheckItem] = PriorityQueue()
-        checks.put(workers.check_item(0, request))
-        checks.put(workers.check_item(1, None))
-        workers.run_checks(backend, checks, events.append, print)
-    else:
-        drops: SimpleQueue[Any] = SimpleQueue()
-        drops.put(request)
-        drops.put(None)
-        workers.write_files(backend, drops, events.append, print)
-    assert events == [RequestDone(request, None)]
-
-
 def test_plans_are_checked_first_and_all_before_the_end() -> None:
     backend, checks = Slow(), PriorityQueue[workers.CheckItem]()
     backend.go.set()
@@ -146,19 +129,3 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
         backend.prepare(messages.PlanRequest(prompt=long), None)
     assert caught.value.code == "prompt_too_long"
     assert few["prompt_tokens"] > 0
-
-
-def test_an_abandoned_request_counts_until_it_is_done() -> None:
-    pending = PendingRequests()
-    taken = [pending.add(peer(1), VALIDATE) for _ in range(MAX_PER_CLIENT)]
-    others = [pending.add(peer(2), DROP)]
-    assert pending.abandon(lambda peer: peer.fd == 1) == taken
-    assert pending.abandon(lambda peer: peer.fd == 1) == [], "once"
-    assert not pending.idle
-    with pytest.raises(PlanError):
-        pending.add(peer(1), VALIDATE)
-    assert not pending.remove(taken[0]), "nobody waits"
-    pending.add(peer(1), VALIDATE)
-    assert pending.remove(others[0])
-    pending.abandon()
-    assert pending.idle

@@ -9,19 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import until
 
-from thor_dflash.cli.commands.serve import Log
 from thor_dflash.serving.client import Options, PlanRequest, RemotePlanner
-from thor_dflash.serving.server import systemd
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples"
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
@@ -95,25 +90,6 @@ def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
     assert child.wait(20) == 0
 
 
-def test_lines_that_a_full_log_lost_are_counted() -> None:
-    out, file = os.pipe2(os.O_NONBLOCK)
-    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as full:
-        say = Log(full)
-        with suppress(BlockingIOError):
-            while os.write(file, bytes(4096)):
-                pass
-        say("lost")
-        say("lost")
-        until(lambda: say._lost == 2)
-        while log.read(4096):
-            pass
-        say("here\n")
-        say("again")
-        assert say.close()
-        logged = log.read(4096)
-    assert logged == b"2 lines of this log could not be written\nhere\nagain\n"
-
-
 def test_systemd_is_notified(start: Start) -> None:
     name = f"\0thor-dflash-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
@@ -127,27 +103,6 @@ def test_systemd_is_notified(start: Start) -> None:
         while states[-1] != b"STOPPING=1":
             states.append(reader.recv(99))
         assert child.wait(20) == 0
-
-
-def test_a_systemd_that_reads_nothing_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(systemd, "WAIT_S", 0.01)
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
-        reader.bind(str(tmp_path / "notify"))
-        reader.settimeout(20)
-        tell, ended = systemd.notifier(), threading.Event()
-
-        def work() -> None:
-            for _ in range(2000):
-                tell(systemd.ALIVE)
-            tell("STOPPING=1")
-            ended.set()
-
-        threading.Thread(target=work, daemon=True).start()
-        assert ended.wait(20)
-        assert reader.recv(99) == b"WATCHDOG=1"
 
 
 def run(command: list[Any], status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -190,22 +145,6 @@ def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Conf
     lines = run([program, f"ipc://{tmp_path}/plan", "x"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
     assert lines[0] == 'step "goto" {"target":"shelf"}'
-
-
-@pytest.mark.parametrize(
-    ("line", "logged"),
-    [
-        ("/tmp/\udcff is no directory", b"/tmp/\\udcff is no directory\n"),  # a name, no UTF-8
-        ("Traceback:\n\tat \x1b[2J\rready", b"Traceback:\n\tat \\x1b[2J\\rready\n"),
-    ],
-)
-def test_the_log_holds_text_that_rules_no_terminal(line: str, logged: bytes) -> None:
-    out, file = os.pipe()
-    with os.fdopen(out, "rb", 0) as log, os.fdopen(file, "w") as stderr:
-        say = Log(stderr)
-        say(line)
-        assert say.close()
-        assert log.read(4096) == logged
 
 
 def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:

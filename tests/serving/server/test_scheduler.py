@@ -138,27 +138,6 @@ def test_the_latest_of_a_session_wins() -> None:
     assert [run(scheduler), *waiting(scheduler)] == ["d", "f"]
 
 
-def test_the_first_reason_to_stop_stays() -> None:
-    scheduler = Scheduler(4)
-    queue(scheduler, job("a", "arm"))
-    run(scheduler)
-    running(scheduler).stop = "cancelled"
-    queue(scheduler, job("b", "arm"))
-    assert running(scheduler).stop == "cancelled"
-
-
-def test_a_plan_that_is_not_accepted_changes_nothing_for_the_others() -> None:
-    scheduler = Scheduler(2)
-    queue(scheduler, job("a", "arm", generation=1))
-    run(scheduler)
-    queue(scheduler, job("b", "arm", generation=1, preempt="none"))
-    scheduler.arrive(bad := job("c", "arm", generation=9, priority=9, preempt="lower"), 1.0)
-    assert running(scheduler).stop is None
-    assert scheduler.remove(bad), "its check refused it"
-    assert queue(scheduler, job("d", "arm", generation=2)) == [("b", "stale")], "9 was never seen"
-    assert running(scheduler).stop == "preempted"
-
-
 def test_plans_for_an_older_world_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thor_dflash.serving.server.scheduler.MAX_SESSIONS", 2)
     scheduler = Scheduler(8)
@@ -224,39 +203,6 @@ def test_only_a_running_plan_of_lower_priority_is_preempted(
     assert running(scheduler).stop == stop
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_where_the_running_plan_gives_its_place_nobody_else_does(stopped: bool) -> None:
-    scheduler = full(2, runs=9 if stopped else 5, a=0, b=0)
-    running(scheduler).stop = "cancelled" if stopped else None
-    assert queue(scheduler, urgent("c", priority=6)) == []
-    assert running(scheduler).stop == ("cancelled" if stopped else "preempted")
-    leave(scheduler, "runs")
-    assert run(scheduler) == "c"
-
-
-def test_plans_under_check_have_a_place_each_that_can_be_claimed_once() -> None:
-    scheduler = full(2, runs=9, a=1, b=2)
-    for one in (first := urgent("c"), second := urgent("d")):
-        scheduler.arrive(one, 1.0)
-    refused(scheduler, urgent("e"))
-    assert accept(scheduler, first) == [("a", "preempted")]
-    assert scheduler.remove(second), "its check refused it"
-    assert queue(scheduler, urgent("f")) == [("b", "preempted")]
-    assert waiting(scheduler) == ["c", "f"]
-
-
-@pytest.mark.parametrize("leaves", ["runs", "a", "b"])
-def test_where_a_place_became_free_meanwhile_no_waiting_plan_is_displaced(leaves: str) -> None:
-    scheduler = full(2, runs=9, a=1, b=2)
-    scheduler.arrive(one := urgent("c"), 1.0)
-    leave(scheduler, leaves)
-    if leaves == "runs":
-        assert run(scheduler) == "b"
-    if leaves == "b":  # one under check has no place to give up
-        scheduler.arrive(job("d", priority=0), 1.0)
-    assert accept(scheduler, one) == []
-
-
 def test_where_the_place_is_gone_when_a_plan_was_checked_it_is_busy_after_all() -> None:
     """When c came, it would have preempted the running plan, and the newer generation of d would
     have displaced a. When c was checked, the running plan had ended, and a ran in its place.
@@ -304,21 +250,6 @@ def test_an_id_in_use_is_refused_and_only_for_its_own_peer() -> None:
     queue(scheduler, job("a"))
     assert refused(scheduler, job("a", "other"), "bad_request").field == "id"
     assert queue(scheduler, job("a", "other", peer=b"q")) == []
-
-
-def test_of_jobs_with_the_same_id_that_of_the_session_is_found_and_then_ones_own() -> None:
-    """Only the requests of one client have different ids."""
-    scheduler = Scheduler(4)
-    own, other = job("1", "leg", peer=b"p"), job("1", "arm", peer=b"q")
-    queue(scheduler, own, other)
-    assert scheduler.find("1", own.peer, "arm") is other
-    assert scheduler.find("1", own.peer, "leg") is own
-    assert scheduler.find("1", own.peer, None) is own
-    assert scheduler.find("1", job("x", peer=b"r").peer, "foot") is None
-    assert scheduler.find("2", own.peer, "arm") is None
-    both = job("1", "arm", peer=b"r", preempt="none")
-    queue(scheduler, both)
-    assert scheduler.find("1", both.peer, "arm") is both
 
 
 @settings(max_examples=200)

@@ -35,15 +35,6 @@ def test_control_is_answered_while_the_engine_stands(house: Any) -> None:
     assert peer.final("p")["status"] == "ok"
 
 
-def test_hello_tells_what_a_client_must_know(house: Any) -> None:
-    hello = house.peer(house.mock()).ask(op="hello", id="h")
-    assert hello["versions"] == [1]
-    assert hello["model"]["model"] == "mock"
-    assert hello["limits"]["max_queue"] == 4
-    assert hello["limits"]["cancel_bound_ms"] >= 1
-    assert "deadline" in hello["features"]
-
-
 # --- framing
 
 
@@ -210,25 +201,6 @@ def test_the_urgent_overtake_and_preempt(house: Any) -> None:
     assert peer.final("b")["status"] == "ok"
 
 
-def test_an_urgent_plan_that_displaces_lower_ones_gets_into_a_full_queue(house: Any) -> None:
-    server, held = house.held(max_queue=2)
-    peer = house.peer(server)
-    for name, priority in (("a", 9), ("b", 3), ("c", 2)):
-        peer.send(**SMALL, id=name, session=name, priority=priority)
-        if name == "a":
-            assert held.waiting.wait(20)
-    until(lambda: peer.ask(op="health", id="h")["waiting"] == 2)
-    assert peer.ask(**SMALL, id="d", session="d", priority=8)["code"] == "busy"
-    bad = peer.ask(
-        op="plan", prompt="x", max_tokens=9000, id="e", session="e", priority=8, preempt="lower"
-    )
-    assert (bad["id"], bad["code"]) == ("e", "prompt_too_long"), "and nobody made way for it"
-    displaced = peer.ask(**SMALL, id="f", session="f", priority=8, preempt="lower")
-    assert (displaced["id"], displaced["code"]) == ("c", "preempted")
-    held.let()
-    assert [peer.receive()["id"] for _ in range(3)] == ["a", "f", "b"]
-
-
 # --- deadlines
 
 
@@ -272,15 +244,6 @@ def test_where_half_a_plan_is_none_the_deadline_is_an_error(house: Any) -> None:
     time.sleep(0.35)
     held.let()
     assert peer.final("a")["code"] == "deadline"
-
-
-def test_a_prefix_that_was_cancelled_is_no_finished_plan(house: Any) -> None:
-    _, peer = house.running(**SMALL, id="runs")
-    peer.send(op="prefix.put", id="put", prefix_id="a", system="x")
-    assert peer.ask(op="cancel", id="c", target="put")["cancelled"]
-    assert peer.final("put")["code"] == "cancelled"
-    stats = peer.ask(op="stats", id="s")
-    assert (stats["finished"], stats["refused"]) == ({}, {"cancelled": 1})
 
 
 def test_a_deadline_passes_in_the_queue_without_the_engine(house: Any) -> None:

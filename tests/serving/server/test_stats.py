@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.core.results import Speculation, Timings
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.server.stats import MAX_LISTED, WINDOW, Stats
+from thor_dflash.serving.server.stats import WINDOW, Stats
 
 
 def test_percentiles_are_values_of_the_newest_plans() -> None:
@@ -35,12 +35,3 @@ def test_speculation_is_summed() -> None:
         "accepted_per_position": [5, 1, 1],
     }  # fmt: skip
     assert stats.show()["finished"] == {"stop": 3}
-
-
-def test_the_newest_plans_are_shown() -> None:
-    stats = Stats()
-    for number in range(MAX_LISTED + 3):
-        times = Timings(queue_ms=number)
-        stats.result(messages.Result(finish_reason="stop", timings=times))
-    shown = [plan["queue_ms"] for plan in stats.show()["last"]]
-    assert shown == list(range(3, MAX_LISTED + 3))

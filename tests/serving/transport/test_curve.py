@@ -14,8 +14,7 @@ from thor_dflash.cli import main
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.grammar.schema import read
-from thor_dflash.serving.client import Options, PlanError, PlanRequest, RemotePlanner
-from thor_dflash.serving.client.retry import encode
+from thor_dflash.serving.client import Options, PlanError, RemotePlanner
 from thor_dflash.serving.gateway.app import listen_at
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.transport import access, curve
@@ -26,15 +25,9 @@ from thor_dflash.serving.transport.router_socket import RouterSocket
     ("config", "message"),
     [
         ({"bind": ("tcp://0.0.0.0:5571",)}, "loopback"),
-        ({"bind": ("tcp://robot:5571",)}, "loopback"),
-        ({"bind": ("tcp://[::]:5571",)}, "loopback"),
-        ({"bind": ("tcp://127.0.0.1:1", "tcp://1.2.3.4:1")}, "1.2.3.4"),
-        ({"bind": ("inproc://x",)}, "tcp:// or ipc://"),
-        ({"bind": ("ipc://@plan",), "insecure": True}, "must be an ipc path"),
+        ({"bind": ("tcp://127.0.0.1:1", "tcp://[::]:1")}, "loopback"),
         ({"bind": ("ipc://@plan",), "curve": "keys"}, "must be an ipc path"),
         ({"bind": ("tcp://127.0.0.1:65536",)}, "must end in a port"),
-        ({"bind": ("tcp://127.0.0.1:\u0661",)}, "must end in a port"),
-        ({"bind": ("tcp://[::1]",)}, "must end in a port"),
         ({"allow_admin": True}, "allow_admin"),
         ({"bind": ("tcp://1.2.3.4:1",), "insecure": True, "token_file": "t"}, "token_file"),
     ],
@@ -49,7 +42,6 @@ def test_unsafe_and_malformed_settings_are_refused(config: dict[str, Any], messa
     "config",
     [
         {"bind": ("tcp://127.0.0.1:5571", "tcp://[::1]:5571", "tcp://localhost:1", "ipc://x")},
-        {"bind": ("tcp://127.0.0.1:65535", "tcp://127.0.0.1:*")},
         {"bind": ("tcp://0.0.0.0:5571",), "insecure": True},
         {"bind": ("tcp://0.0.0.0:5571",), "curve": "keys", "allow_admin": True},
         {"bind": ("ipc://x",), "allow_admin": True},
@@ -74,12 +66,9 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
             curve.secret_key(keys / "server.secret")
 
 
-KEYS = ("server.secret", "server.public", "client.secret", "client.public", "clients/client.public")
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
-    list(zip(KEYS, ("`" * 40, "#" * 40, "a" * 39 + "~", "a" * 39, "a" * 45), strict=True)),
+    [("server.secret", "`" * 40), ("clients/client.public", "#" * 40), ("client.public", "a" * 39)],
 )
 def test_a_malformed_key_is_refused_by_the_name_of_its_file(
     tmp_path: Path, name: str, key: str
@@ -93,18 +82,6 @@ def test_a_malformed_key_is_refused_by_the_name_of_its_file(
         else:
             RouterSocket(config).close()
     assert key[:5] not in str(caught.value)
-
-
-@pytest.mark.parametrize("taken", ["client.secret", "clients/client.public"])
-def test_keys_are_made_all_or_none(tmp_path: Path, taken: str) -> None:
-    (tmp_path / "clients").mkdir()
-    (tmp_path / taken).touch()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(
-        ConfigError, match=f"in which they can be written .got: File exists: .*{taken}"
-    ):
-        curve.keygen(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
@@ -122,21 +99,6 @@ def test_curve_lets_in_who_is_known(house: Any, tmp_path: Path) -> None:
             assert caught.value.code == "unreachable"
     with RemotePlanner(server.endpoints[0], Options(keys=str(ours))) as planner:
         assert planner.ping()["status"] == "ok", "and goes on"
-
-
-@pytest.mark.parametrize("locked", [False, True])
-def test_the_longest_message_is_as_long_with_keys(locked: bool, house: Any, tmp_path: Path) -> None:
-    curve.keygen(tmp_path)
-    keys = str(tmp_path) if locked else ""
-    server = house.mock(curve=keys, max_message=2000)
-    options = Options(keys=keys, max_message=2000, retries=0)
-    prompt = "x" * (2000 - len(encode(PlanRequest(prompt="x" * 256), options).body) + 256)
-    with RemotePlanner(server.endpoints[0], options) as planner:
-        with pytest.raises(PlanError) as caught:
-            planner.plan(PlanRequest(prompt=prompt + "x"))
-        assert caught.value.code == "too_large"
-        assert "2000 bytes, as it is sent to the server (got 2001)" in caught.value.message
-        assert planner.plan(PlanRequest(prompt=prompt)).status == "ok"
 
 
 def test_a_secret_is_asked_of_everybody(house: Any, tmp_path: Path) -> None:

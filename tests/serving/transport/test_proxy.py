@@ -11,9 +11,6 @@ import pytest
 import zmq
 from support.waiting import until
 
-from thor_dflash.serving.protocol.codec import JSON
-from thor_dflash.serving.server.scheduler import Peer
-
 CORRELATE = {"REQ_RELAXED": 1, "REQ_CORRELATE": 1}
 
 
@@ -59,21 +56,3 @@ def test_a_client_behind_a_proxy_is_one_in_all_its_requests(
     peer.send(op="plan", id="a", prompt="x")
     assert held.waiting.wait(20)
     assert peer.ask(op="cancel", id="c", target="a")["cancelled"] is True
-
-
-@pytest.mark.parametrize(
-    ("envelope", "client"),
-    [
-        ((b"12345", b""), (b"12345",)),
-        ((b"1234", b""), (b"1234",)),
-        ((b"12345",), (b"12345",)),
-        ((b"12345", b"1234", b""), (b"12345",)),
-        ((b"12345", b"67890", b""), (b"12345", b"67890")),
-        ((b"12345", b"67890", b"1234", b""), (b"12345", b"67890")),
-        ((b"12345", b"1234"), (b"12345", b"1234")),  # no REQ socket, which sends an empty frame
-    ],
-)
-def test_a_client_is_its_hops_without_the_number_of_the_request(
-    envelope: tuple[bytes, ...], client: tuple[bytes, ...]
-) -> None:
-    assert Peer(envelope, JSON).client == client

@@ -4,8 +4,6 @@ I/O thread.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import pytest
 import zmq
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.transport import router_socket
 from thor_dflash.serving.transport.router_socket import (
     ConnectionClosed,
@@ -157,60 +154,3 @@ def test_messages_that_take_long_leave_other_work_its_turn(
             spent[0] += 0.6 * router_socket.BURST_S
             time.sleep(0.02)  # all the others have come by then
     assert max(turns) <= 2
-
-
-def test_a_wakeup_is_taken_once(router: RouterSocket) -> None:
-    for _ in range(100_000):
-        router.wake()
-    assert list(router.wait(20.0)) == []
-    begin = time.monotonic()
-    assert list(router.wait(0.05)) == []
-    assert time.monotonic() - begin >= 0.04
-
-
-def test_a_wakeup_after_the_end_writes_into_no_other_file() -> None:
-    it = RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",)))
-    writer = it._wake_writer
-    it.close()
-    out, other = os.pipe()
-    try:
-        os.dup2(other, writer)  # as the next file that is opened may get the same descriptor
-        it.wake()
-        os.set_blocking(out, False)
-        with pytest.raises(BlockingIOError):
-            os.read(out, 1)
-    finally:
-        for descriptor in {out, other, writer}:
-            os.close(descriptor)
-
-
-def test_no_descriptor_is_left_open(router: RouterSocket) -> None:
-    def opened() -> int:
-        RouterSocket(ServeConfig(bind=("tcp://127.0.0.1:*",))).close()
-        with pytest.raises(ConfigError, match=r"serve.bind must be"):
-            RouterSocket(ServeConfig(bind=router.endpoints))
-        return len(os.listdir("/proc/self/fd"))
-
-    before, times = opened(), 8
-    for _ in range(times):
-        after = opened()
-    assert after < before + times, "one for each socket"
-
-
-def test_a_signal_handler_may_wake_during_a_wakeup(
-    router: RouterSocket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, written = os.write, list[int]()
-
-    def interrupted(descriptor: int, data: bytes) -> int:
-        written.append(descriptor)
-        if len(written) == 1:
-            router.wake()
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", interrupted)
-    thread = threading.Thread(target=router.wake, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive(), "and closing it would wait for ever, too"
-    assert len(written) == 2

@@ -6,13 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import pytest
-import zmq
-
-from thor_dflash.serving.client.connection import SOCKET_OPTIONS
-from thor_dflash.serving.transport.keepalive import KEEPALIVE, SILENT_S
-from thor_dflash.serving.transport.router_socket import ROUTER_OPTIONS
-
 SERVER = """
 import time
 import zmq
@@ -85,15 +78,3 @@ def test_a_process_outlives_a_peer_whose_messages_it_has_not_read() -> None:
     for process in run(SERVER, CLIENT):
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
-
-
-@pytest.mark.parametrize("options", [ROUTER_OPTIONS, SOCKET_OPTIONS], ids=["server", "client"])
-def test_a_machine_that_is_gone_is_found_out_by_tcp(options: dict[int, int]) -> None:
-    """No cable can be pulled here, so this checks the options for TCP that the kernel is given."""
-    assert KEEPALIVE.items() <= options.items()
-    idle, interval, count = (
-        options[name]
-        for name in (zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT)
-    )
-    assert idle + interval * count == SILENT_S
-    assert zmq.HEARTBEAT_IVL not in options
