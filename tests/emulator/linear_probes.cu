@@ -16,14 +16,7 @@ DEVICE void count_request(const void* from, u32 bytes, int kept = 0) {
 #define copy_bulk_kept(to, from, bytes, barrier) count_request(from, bytes, 1)
 #define barrier_expect(barrier, bytes)
 #define barrier_announce(barrier, bytes)
-#include "cuda/prefetch.cuh"
 #include "linear/epilogue_tiles.cuh"
-
-// `counts`: the memory of the weight from byte 512 * `first` on.
-KERNEL void fetched(u8* counts, const int2* pieces, int count, int first) {
-    const Following following = {counts - static_cast<i64>(first) * 512, pieces, count};
-    following.fetch();
-}
 
 // The copies of one lane of the producer warp per thread, over all stages of a block. `counts`: as
 // above; `slabs`: of the rows, for each cluster.
@@ -45,19 +38,4 @@ KERNEL void requested(u8* counts, u8* slabs, const int4* items, int most_items, 
         source.copy_rows(next_stage.copies, next_stage.state);
         next_stage.pass();
     }
-}
-
-// The first word of the computed first item of each cluster that does not load it.
-KERNEL void computed(int4* found, int loaded, int tiles) {
-    const FirstTiles first = {loaded, tiles};
-    found[threadIdx.x] = first.entry(loaded + static_cast<int>(threadIdx.x)).a;
-}
-
-// For every strip and pair of its columns: column, place in row 31, or -1 for padding.
-KERNEL void placed(const int2* strips, int2* found) {
-    const int strip = threadIdx.x / 4;
-    Place place;
-    place.strip = strips[strip];
-    found[threadIdx.x] =
-        place.valid() ? make_int2(place.column(), place.at(31)) : make_int2(-1, -1);
 }

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator.compiler import COMPILER, MACHINE, EmulatorFault
-from emulator.runner import LATE, Memory, run
+from emulator.runner import Memory, run
 
 from thor_dflash.core.tensors import Array
 
@@ -76,7 +76,7 @@ def test_conversions_round_as_the_types_do() -> None:
     x = awkward()
     for first in range(0, 1024, 64):
         part = x[first : first + 64]
-        out = np.zeros((32, 13), np.uint32)
+        out = np.zeros((32, 3), np.uint32)
         with np.errstate(all="ignore"):
             probe("elements", [part.view(np.uint32), out])
             low, high = part[:32], part[32:]
@@ -84,80 +84,6 @@ def test_conversions_round_as_the_types_do() -> None:
             np.testing.assert_array_equal(out[:, 1], bits(low, F16) | bits(high, F16) << 16)
             low, high = np.clip(low, -448, 448), np.clip(high, -448, 448)
             np.testing.assert_array_equal(out[:, 2], bits(low, FP8) | bits(high, FP8) << 8)
-
-
-def test_bits_become_the_floats_they_stand_for() -> None:
-    every = np.arange(65536, dtype=np.uint16)
-    pairs = np.stack([every, every[::-1]], axis=1).reshape(-1).view(np.uint32)
-    for first in range(0, 65536, 4096):
-        x = pairs[first : first + 64].copy()
-        out = np.zeros((32, 13), np.uint32)
-        probe("elements", [x, out])
-        halves = x[:32].view(np.uint16).reshape(32, 2)
-        with np.errstate(all="ignore"):
-            f16, bf16 = halves.view(F16).astype(np.float32), halves.view(BF16).astype(np.float32)
-            np.testing.assert_array_equal(out[:, 4:6].view(np.float32), f16)
-            np.testing.assert_array_equal(out[:, 10:12].view(np.float32), bf16)
-            other = x[32:].view(np.uint16).reshape(32, 2).view(BF16).astype(np.float32)
-            product = (bf16 * other).astype(BF16).astype(np.float32)
-            got = out[:, 3].copy().view(BF16).reshape(32, 2).astype(np.float32)
-            np.testing.assert_array_equal(got, product)
-            fp8 = x[:32].view(np.uint8).reshape(32, 4).view(FP8).astype(np.float32)
-            got = out[:, 6:8].copy().view(F16).reshape(32, 4).astype(np.float32)
-            np.testing.assert_array_equal(got, fp8)
-            a, b = (half.view(np.float32).astype(np.longdouble) for half in (x[:32], x[32:]))
-            fused = (a * b + a).astype(np.float32)
-            np.testing.assert_array_equal(out[:, 12].copy().view(np.float32), fused)
-        np.testing.assert_array_equal(out[:, 8], x[:32] >> 7 | x[:32] << 25)
-        picked = np.stack([x[:32], x[32:]], axis=1).view(np.uint8).reshape(32, 8)[:, ::2]
-        np.testing.assert_array_equal(out[:, 9], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_lanes_exchange(seed: int) -> None:
-    x, out = words(64), np.zeros((64, 4), np.uint32)
-    probe("lanes", [x, out], threads=64, seed=seed)
-    lane, warp = np.arange(64) % 32, np.arange(64) // 32 * 32
-    np.testing.assert_array_equal(out[:, 0], x[warp + (lane * 7 + 3) % 32])
-    np.testing.assert_array_equal(out[:, 1], x[warp + (lane ^ 5)])
-    votes = ((x & 1).reshape(2, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1)
-    np.testing.assert_array_equal(out[:, 2], np.repeat(votes, 32))
-    np.testing.assert_array_equal(out[:, 3], x[warp + (lane ^ 16)])
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16])
-def test_a_matrix_product_equals_numpys(dtype: type) -> None:
-    a: Array = floats(256).reshape(16, 16).astype(dtype)
-    b: Array = floats(128).reshape(16, 8).astype(dtype)
-    c, d = floats(130)[2:].reshape(16, 8).copy(), np.zeros((16, 8), np.float32)
-    probe("product", [a, b, c, d], int(dtype is F16))
-    want = c + a.astype(np.float64) @ b.astype(np.float64)
-    np.testing.assert_allclose(d, want, rtol=0, atol=1e-5)
-
-
-def test_matrices_are_loaded_as_fragments() -> None:
-    x = np.arange(256, dtype=np.uint16)
-    out = np.zeros((32, 8), np.uint32)
-    probe("matrices", [x, out])
-    tiles, got = x.reshape(4, 8, 8), out.view(np.uint16).reshape(32, 2, 4, 2)
-    for lane in range(32):
-        far, near = lane // 4, slice(2 * (lane % 4), 2 * (lane % 4) + 2)
-        np.testing.assert_array_equal(got[lane, 0], tiles[:, far, near])
-        np.testing.assert_array_equal(got[lane, 1], tiles[:, near, far])
-
-
-def test_matrices_are_stored_as_they_are_loaded() -> None:
-    x, out = np.arange(256, dtype=np.uint16), np.zeros(256, np.uint16)
-    probe("matrices_back", [x, out])
-    np.testing.assert_array_equal(out, x)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sync_some_any_tells_all_threads_of_any(seed: int) -> None:
-    x, out = np.zeros((4, 64), np.uint32), np.zeros((4, 64), np.uint32)
-    x[1, 5] = x[2, 63] = 1
-    probe("any_of_some", [x, out], threads=128, seed=seed)
-    np.testing.assert_array_equal(out, np.repeat([[0], [1], [1], [0]], 64, 1))
 
 
 # ---- copies and barriers -------------------------------------------------------------------------
@@ -170,25 +96,12 @@ def test_a_ring_of_bulk_copies(parts: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_groups_of_async_copies(seed: int) -> None:
-    x, out = floats(5 * 128), np.zeros(128, np.float32)
-    probe("groups", [x, out], 5, shared=3 * 512, seed=seed)
-    np.testing.assert_allclose(out, x.reshape(5, 128).sum(0), atol=1e-5)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("cluster", [1, 3])
 def test_the_last_block_sees_all(cluster: int, seed: int) -> None:
     parts, counter, out = np.zeros(9, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.float32)
     probe("last_block", [parts, counter, out], threads=64, blocks=9, seed=seed, cluster=cluster)
     assert out[0] == 45
     assert counter[0] == 0
-
-
-def test_ended_warps_do_not_count_at_a_barrier() -> None:
-    out = np.zeros(32, np.uint32)
-    probe("early_exit", [out], threads=96)
-    np.testing.assert_array_equal(out, 7)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -198,11 +111,7 @@ def test_ended_warps_do_not_count_at_a_barrier() -> None:
     [
         ("wrong_no_sync", 64),
         ("wrong_byte_of_a_word", 64),
-        ("wrong_word_of_bytes", 64),
-        ("wrong_word_after_a_byte", 64),
-        ("wrong_no_second_sync", 64),
         ("wrong_no_warp_sync", 32),
-        ("wrong_no_init_sync", 64),
         ("wrong_no_release", 96),
     ],
 )
@@ -222,31 +131,11 @@ def test_a_phase_does_not_wait_for_more_arrivals_than_its_count(count: int, seed
         probe("wrong_count", [x, out], count, threads=64, seed=seed)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_race_is_found_whatever_earlier_blocks_did(seed: int) -> None:
-    x = np.ones(64, np.uint32)
-    with pytest.raises(EmulatorFault, match="block .2, 0, 0. .*a race at"):
-        probe("wrong_in_one_block", [x, np.zeros(320, np.uint32)], threads=64, blocks=5, seed=seed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_threads_that_access_different_bytes_of_a_word_do_not_race(seed: int) -> None:
-    out = np.zeros(16, np.uint32)
-    probe("bytes_of_words", [out], threads=64, seed=seed)
-    np.testing.assert_array_equal(out, np.arange(64, dtype=np.uint8).view(np.uint32))
-
-
 @pytest.mark.parametrize(
     ("kernel", "threads", "message"),
     [
         ("wrong_lanes_diverge", 32, "different collectives"),
-        ("wrong_lane_missing", 32, "different collectives.* lane 5 has ended"),
-        ("wrong_barrier_in_branch", 64, "different collectives"),
         ("wrong_deadlock", 64, "no thread can go on"),
-        ("wrong_kinds_of_meeting", 64, "barrier 1: this thread in .*, others in sync_some"),
-        ("wrong_wait_for_ever", 32, "no thread can go on(.|\n)*barrier_wait"),
-        ("wrong_arrivals", 32, "more arrivals than the barrier's 2"),
-        ("wrong_no_init", 32, "no barrier_init at"),
         ("wrong_no_init_done", 32, "no barrier_init_done"),
     ],
 )
@@ -264,14 +153,6 @@ def test_a_phase_whose_end_may_be_missed_is_reported(seed: int, message: str) ->
         probe("wrong_two_phases", [np.zeros(64, np.uint32)], threads=64, seed=seed)
 
 
-def test_a_late_warp_only_runs_when_nothing_else_can() -> None:
-    """It then misses a phase that does not wait for it, as it does for the other warps."""
-    for seed in (0, LATE + 1, LATE + 2):
-        probe("wrong_one_answer", [words(1)], threads=96, seed=seed)
-    with pytest.raises(EmulatorFault, match="no thread can go on"):
-        probe("wrong_one_answer", [words(1)], threads=96, seed=LATE)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 def test_blocks_see_each_others_writes_only_by_arriving(cluster: int, seed: int) -> None:
@@ -284,35 +165,14 @@ def test_blocks_see_each_others_writes_only_by_arriving(cluster: int, seed: int)
         probe("wrong_neighbour", [parts, out], threads=1, blocks=4, seed=seed, cluster=cluster)
 
 
-def test_a_fault_names_the_line() -> None:
-    with pytest.raises(EmulatorFault, match=r"probes\.cu:\d+") as fault:
-        probe("wrong_no_init", [np.zeros(32, np.uint32)])
-    line = int(str(fault.value).partition("probes.cu:")[2].partition(":")[0])
-    assert "barrier_arrive" in PROBES.read_text().splitlines()[line - 1]
-
-
-@pytest.mark.parametrize(
-    ("size", "start", "message"),
-    [(100, 0, "multiples of 16"), (0, 0, "multiples of 16"), (64, 1, "multiples of 16"),
-     (528, 0, "outside of shared memory"), (256, 32, "in no buffer")],
-)  # fmt: skip
-def test_bulk_copies_keep_their_rules(size: int, start: int, message: str) -> None:
-    raw = np.zeros(96, np.float32)
-    x = raw[(-raw.ctypes.data // 4) % 4 :][:64]
-    with pytest.raises(EmulatorFault, match=message):
-        probe("wrong_copy", [x, np.zeros(32, np.float32)], size, start, 1, shared=272)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_copy_not_waited_for_is_not_there(seed: int) -> None:
     raw = np.ones(200, np.float32)
     x = raw[(-raw.ctypes.data // 4) % 4 :][:128]
     for waited in (1, 0):
-        bulk, grouped = np.zeros(32, np.float32), np.zeros(128, np.float32)
+        bulk = np.zeros(32, np.float32)
         probe("wrong_copy", [x, bulk], 128, 0, waited, shared=272, seed=seed)
-        probe("wrong_async", [x, grouped], waited, shared=512, seed=seed)
         assert np.all(bulk == 1) if waited else np.all(np.isnan(bulk))
-        assert np.all(grouped == 1) if waited else np.all(np.isnan(grouped))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -325,32 +185,6 @@ def test_a_copy_over_words_not_yet_received_is_reported(engine: int, seed: int) 
         numbers = engine, receives, late
         with pytest.raises(EmulatorFault, match="no received lies between"):
             probe("wrong_refill", [x, out], *numbers, threads=64, shared=256, seed=seed)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_copy_over_words_stored_without_a_fence_is_reported(seed: int) -> None:
-    x, out = floats(64), np.zeros(64, np.float32)
-    probe("wrong_cleared", [x, out], 1, threads=64, shared=256, seed=seed)
-    np.testing.assert_array_equal(out, x)
-    with pytest.raises(EmulatorFault, match="no barrier_init_done lies between"):
-        probe("wrong_cleared", [x, out], 0, threads=64, shared=256, seed=seed)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_bytes_may_be_announced_before_a_phases_last_arrival(seed: int) -> None:
-    x, out = floats(64), np.zeros(64, np.float32)
-
-    def stage(mistake: int) -> None:
-        probe("wrong_announced", [x, out], mistake, threads=64, shared=256, seed=seed)
-
-    stage(0)
-    np.testing.assert_array_equal(out, x)
-    with pytest.raises(EmulatorFault, match="128 bytes came, the barrier at .* expects 0 more"):
-        stage(1)
-    stage(2)  # the arrival did not wait for the copy at the other barrier
-    assert np.isnan(out[:32]).all()
-    with pytest.raises(EmulatorFault, match="barrier_announce: all of .* have arrived"):
-        stage(3)
 
 
 @pytest.mark.parametrize("where", [-1, 32, 1 << 20])
@@ -372,15 +206,7 @@ def test_shared_memory_ends_where_the_launch_says(where: int) -> None:
         probe("wrong_shared", [words(32)], where, shared=64)
 
 
-def test_alignment_is_kept() -> None:
-    raw = words(64)
-    x = raw[raw.ctypes.data // 4 % 2 :][:32]
-    with pytest.raises(EmulatorFault, match="align|multiple of"):
-        probe("wrong_alignment", [x, np.zeros(32, np.uint32)])
-
-
 def test_memory_of_other_kernels_is_not_accessed_before_waiting() -> None:
-    probe("waits", [words(32), words(32)], from_kernels=True)
     probe("wrong_no_wait", [words(32), words(32)])
     with pytest.raises(EmulatorFault, match="before wait_for_previous"):
         probe("wrong_no_wait", [words(32), words(32)], from_kernels=True)
@@ -396,4 +222,4 @@ def test_the_process_lives_on_after_a_fault() -> None:
     for _ in range(3):
         with pytest.raises(EmulatorFault):
             probe("wrong_deadlock", [words(64)], threads=64)
-        test_lanes_exchange(0)
+        test_the_last_block_sees_all(1, 0)

@@ -11,9 +11,8 @@ from emulator.compiler import EmulatorFault
 from emulator.runner import EARLY, Emulator
 from support.gdn_cases import case_of, poisoned, prefill
 from support.kernel_runner import call_of, compare, launch
-from support.received_loads import tells
 
-from thor_dflash.core.tensors import Array, DType
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.launch import H100, THOR, Device
@@ -168,23 +167,6 @@ def test_states_are_read_before_the_previous_kernel_has_ended(
     monkeypatch.setattr(runner, "_placed", lambda message, *_: message)
     with pytest.raises(EmulatorFault, match=f"{kernel}: .* before wait_for_previous"):
         outputs(prefill(case, 1) if mode == "prefill" else case)
-
-
-def test_a_stage_is_free_only_when_all_of_it_has_been_loaded() -> None:
-    """`last_of` depends on every load: 96 of keys and queries, 12 of matrices (of a quarter of each
-    nothing is loaded), 8 of gates. And a warp gives `received` more than its state's first rows.
-    """
-    stage = 4 * 32 * 128 * 2 + 4 * 32 * 32 * 2 + 2 * 32 * 4
-    content = np.random.default_rng(2).uniform(0.5, 1, (stage + 32 * 68 * 4) // 2)
-    words = content.astype(DType.BF16.numpy).view(np.uint32)
-    found = np.zeros(2, np.int32)
-    runner.probe("gdn_probes.cu", "stage_loads", words, found, shared=words.nbytes)
-    assert found.tolist() == [116, 0]
-    call = call_of(OP, prefill(case_of(1, 1, 1, 0, (1, 1), mode="prefill"), 1))
-    call.inputs["qkv"][0, 128 + 64] = 1e-5  # of K, and so small that the norm does not change
-    for name in ("state", "tail"):
-        call.inputs[name][:] = 0
-    assert tells(call, H100, "qkv", 2 * (128 + 64))
 
 
 def test_rows_of_a_prefill_do_not_depend_on_later_ones() -> None:

@@ -109,26 +109,3 @@ def test_weights_are_requested_before_the_previous_kernel_has_ended(name: str) -
     kernel_runner.launch(call, Emulator(0), THOR)
     with pytest.raises(EmulatorFault, match=r"copy_bulk: .* before wait_for_previous"):
         kernel_runner.launch(call, written, THOR)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "row_tiles", "loads"),
-    [
-        ("packed_nvfp4", 0, 2), ("packed_fp8", 0, 1), ("packed_bfloat16", 0, 2),
-        ("packed_narrow", 0, 4), ("quarter", 1, 2), ("quarter", 2, 4), ("narrow", 1, 3),
-        ("ends", 1, 5), ("ends", 2, 9), ("sums", 1, 4), ("sums", 2, 8),
-    ],
-)  # fmt: skip
-def test_what_stands_for_loads_depends_on_each(kernel: str, row_tiles: int, loads: int) -> None:
-    """Otherwise memory could be released, and overwritten, before its content has arrived. For more
-    than 32 rows, `row_tiles` is 0 here. If it is 1, a lane has two of the four strips; if it is 2,
-    all of them, and the next norm has float32 weights.
-    """
-    memory = np.linspace(1, 2, 4096, dtype=np.float32).view(np.int32)
-    if kernel == "ends":  # strips of a segment of 2^26 columns
-        memory[32:40:2], memory[33:41:2] = range(0, 32, 8), 2**26
-    found = np.zeros((32, 2), np.int32)
-    known = {"ROW_TILES": row_tiles, "FULL": 1, "NEXT": row_tiles, "KINDS": 1 << N4, "NARROW": 0}
-    defines = {"PREFILL": int(not row_tiles), **(known | COMMON if row_tiles else {})}
-    runner.probe("load_probes.cu", kernel, memory, found, shared=16_384, **defines)
-    assert found.tolist() == [[loads, 0]] * 32

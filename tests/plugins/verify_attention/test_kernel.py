@@ -150,16 +150,6 @@ def probe(kernel: str, *arrays: Array) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("fp8", [1, 0])
-def test_parts_of_the_cache_are_free_only_when_all_of_them_has_been_loaded(fp8: int) -> None:
-    """`last_of` depends on every load of a turn: 16 of keys, 16 of values."""
-    found = np.zeros(2, np.int32)
-    defines = {"GROUP": 6, "FP8": fp8, "NORM_F32": 0, "HALF": 32}
-    runner.probe("attend_probes.cu", "turn_loads", found, shared=220_000, **defines)
-    assert found.tolist() == [32, 0]
-
-
-@emulated
 def test_angles_are_accurate_up_to_the_farthest_position() -> None:
     near, far = np.linspace(0, 20, 2000), np.random.default_rng(1).uniform(0, 2**18, 2000)
     turns = np.arange(96) * np.pi / 4
