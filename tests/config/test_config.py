@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from thor_dflash.cli import main
 from thor_dflash.cli.parser import parser
 from thor_dflash.config import reference
-from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tree import Config, fields, keys, load
 from thor_dflash.core.errors import ConfigError
 
@@ -44,11 +42,6 @@ def test_a_directory_may_lie_in_a_home_that_is_known(
     assert named("made") == Path("made")
     with pytest.raises(ConfigError, match=rf"^{key} must .* \(got ~no"):
         named("~nobody-of-this-name/made")
-
-
-def test_an_override_is_toml_or_a_bare_word() -> None:
-    assert load(None, ('build.kv="bf16"',)) == load(None, ("build.kv=bf16",))
-    assert load(None, ("build.capacity=1_000",)).build.capacity == 1000
 
 
 # ---- reference page and options ----------------------------------------------------------------
@@ -91,32 +84,16 @@ def test_every_key_is_settable_and_refuses_a_value_of_another_type() -> None:
     [
         ("build.kvv=1", "unknown key build.kvv (did you mean build.kv?)"),
         ("bild.kv=1", "unknown key bild (did you mean build?)"),
-        ("build.xyzzy=1", "unknown key build.xyzzy (known: build.activations, build.block, "),
-        ("engine." + "x" * 500 + "y=1", "unknown key engine." + "x" * 55 + " ... xxx"),
-        ("build.block=4.5", "build.block must be an integer (got 4.5)"),
         ("build.block=true", "build.block must be an integer (got true)"),
-        ("build.block=1", "build.block must "),
-        ("build.chunks=[64, 64]", "build.chunks must "),
         ("build.widths=[8, 6]", "build.widths must "),
-        ("build.widths=[8, 8]", "build.widths must "),
         ("build.kv=int4", 'build.kv must be "auto" or "f32" or "bf16" or "fp8" (got "int4")'),
-        ("build.kv=", 'build.kv must be "auto" or "f32" or "bf16" or "fp8" (got "")'),
-        ("build.kv.x=9", 'build.kv must be "auto" or "f32" or "bf16" or "fp8" (got {"x": 9})'),
-        ("build.card.close=foo", "build.card.close must "),
         ("build.card.close=</think></think>", "build.card.close must "),
         ("decode.ignore_eos=1", "decode.ignore_eos must be true or false (got 1)"),
-        ("decode", '--set must be section.key=value (got "decode")'),
         ("kv=fp8", '--set must be section.key=value (got "kv=fp8"); did you mean build.kv?'),
-        ("capacity=9", "--set must be section.key=value (got "),
         ("decode.budget={tokens=5}", "--set must be of a key, not of a section (got "),
         ("decode.max_tokens=" + "9" * 5000, 'decode.max_tokens must be an integer (got "999'),
-        ("decode.thinking=" + "[" * 5000, 'decode.thinking must be "on" or "off" (got "[[['),
-        ("decode.max_tokens=5\n[x]", 'decode.max_tokens must be an integer (got "5\\n[x]")'),
-        ("decode.budget.ratio=true", "decode.budget.ratio must be a number (got true)"),
         ("decode.budget.ratio=1" + "0" * 400, "decode.budget.ratio must be a number of 64 bits"),
         ("serve.yield_us=10000000", "serve.yield_us must be below serve.watchdog_s, 10 s "),
-        ("serve.bind=[]", "serve.bind must "),
-        ("gateway.servers=[]", "gateway.servers must "),
     ],
 )
 def test_refusals_name_the_key_and_the_value(override: str, message: str) -> None:
@@ -130,19 +107,11 @@ def test_refusals_name_the_key_and_the_value(override: str, message: str) -> Non
     [
         ("build.block", (0, 2), (-1, 1)),
         ("build.chunks", ("[1]",), ("[0]",)),
-        ("build.widths", ("[4]",), ("[0]",)),
-        ("build.tensorrt.level", (0, 5), (-1, 6)),
-        ("build.tensorrt.workspace_mib", (1,), (0,)),
         ("engine.device", (0, 2**31 - 1), (-1, 2**31, "0x1" + "0" * 5000)),
         ("decode.max_tokens", (1,), (0,)),
-        ("decode.budget.tokens", (-1, 0), (-2,)),
         ("decode.budget.ratio", (1e-9, 1), (-0.1, 0, 1.001, "nan")),
         ("decode.relaxed.margin", (-1, 0), (-1.5, -0.5, "nan", 1e300)),
-        ("serve.max_queue", (1,), (0,)),
-        ("serve.max_message", (1024,), (1023,)),
         ("serve.watchdog_s", (0.1, 86400), (0, "nan", "inf", 86401)),
-        ("serve.drain_s", (0, 86400), (-1, "nan", 86401)),
-        ("serve.trace_slow_ms", (86_400_000,), (86_400_001,)),
         ("gateway.plan_timeout_s", (0.1,), (0, "nan")),
     ],
 )
@@ -165,23 +134,13 @@ def test_no_integer_may_be_minus_3_or_more_than_32_bits_or_a_day_in_microseconds
                 load(None, (f"{key}={value}",))
 
 
-def test_a_name_is_any_that_can_be_printed() -> None:
-    for good in ("", "nvidia/Qwen3.6 27B (ü)", "x" * 100):
-        assert BuildConfig(name=good).name == good
-    for bad in ("x" * 101, "a\nb", "\x1b[2J", "\udcff", "\x00"):
-        with pytest.raises(ConfigError, match=r"^build.name must "):
-            BuildConfig(name=bad)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"[build\n", "must be TOML in UTF-8"),
-        (b"\xff", "must be TOML in UTF-8"),
         (b"x = " + b"[" * 5000, "must be TOML in UTF-8"),
         (b"build = 3\n", "build must be a section (got 3)"),
         (b"[build]\ncapacity = '9'\n", 'build.capacity must be an integer (got "9")'),
-        (b"[build]\ncapacity = 1979-05-27\n", "build.capacity must be an integer (got"),
     ],
 )
 def test_refuses_a_bad_file(tmp_path: Path, content: bytes, message: str) -> None:
@@ -197,15 +156,3 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thor_dflash.core.strict_records.TEXT_LIMIT", 1000)
     with pytest.raises(ConfigError, match=r"^/dev/zero must be .* \(got: more than 1000 bytes\)"):
         load(Path("/dev/zero"))
-
-
-def test_refuses_a_missing_file_and_a_directory(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.toml"):
-        with pytest.raises(ConfigError, match="must be a readable file"):
-            load(path)
-
-
-@pytest.mark.parametrize("line", ["plan x", "keygen d"])
-@pytest.mark.parametrize("words", ["-c no.toml", "-s decode.thinking=off"])
-def test_a_command_that_reads_no_section_has_no_options_for_them(line: str, words: str) -> None:
-    assert main.main([*line.split(), *words.split()]) == 2
