@@ -137,13 +137,10 @@ def make_plan(
     drafter: DrafterSource | None,
     config: BuildConfig,
     blocks: tuple[int, ...] = (),
-    *,
-    fused: bool = True,
 ) -> BuildPlan:
     """Decide shapes, make the graphs, place the weights. Reads scales but no weight codes.
 
-    For measurements: `blocks` are further block sizes to make verify graphs for, in rows; `fused`
-    false makes launch lists whose linears only multiply.
+    For measurements: `blocks` are further block sizes to make verify graphs for, in rows.
     """
     if drafter is not None:
         check_pair(target.dims, drafter.dims)
@@ -174,7 +171,7 @@ def make_plan(
     programs: tuple[Program, ...] = ()
     if config.engine != "ort":
         packing = WeightPacker(weights)
-        programs = tuple(lower(graph.proto(), packing, fused=fused) for graph in graphs)
+        programs = tuple(lower(graph.proto(), packing) for graph in graphs)
         weights = packing.files
     return BuildPlan(
         target,

@@ -111,12 +111,10 @@ def write_synthetic(
     out: Path,
     config: BuildConfig,
     blocks: tuple[int, ...] = (),
-    *,
-    fused: bool = True,
 ) -> Manifest:
     """Write the programs, constants and manifest of a package into the directory `out`.
 
-    `blocks` and `fused` as for `make_plan`; block sizes may be odd.
+    `blocks` as for `make_plan`; block sizes may be odd.
     """
     target, drafter = SHAPES[shape]
     (out / "config.json").write_text("{}")
@@ -125,7 +123,6 @@ def write_synthetic(
         SyntheticCheckpoint(out, drafter, drafter_layout(drafter)),
         config,
         blocks,
-        fused=fused,
     )
     files: Mapping[str, manifest.FileEntry] = {}
     for program in plan.programs:

@@ -17,7 +17,6 @@ from onnx import numpy_helper
 
 from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
 from thor_dflash.builders.lowering.packed_weights import WeightPacker
-from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.launch_program import ALIGNMENT, Program, Step, Value, Weight
@@ -389,9 +388,8 @@ def assign_offsets(lives: Sequence[Lifetime]) -> tuple[dict[str, int], int]:
     return {life.name: offset for offset, life in placed}, total
 
 
-def lower(model: onnx.ModelProto, packing: WeightPacker, *, fused: bool = True) -> Program:
-    """Lower one graph to its launch list; its weights are added to `packing`. `fused` false is for
-    measurements, see unfused.py.
+def lower(model: onnx.ModelProto, packing: WeightPacker) -> Program:
+    """Lower one graph to its launch list; its weights are added to `packing`.
 
     Raises:
         ConfigError: the graph has a node without a kernel; names the node and the reason.
@@ -400,8 +398,6 @@ def lower(model: onnx.ModelProto, packing: WeightPacker, *, fused: bool = True) 
     lowering.read()
     lowering.walk()
     lowering.prune()
-    if not fused:
-        lowering.calls = unfused(lowering.calls, lowering.known)
     lowering.share_rows()
     lowering.pack()
     lowering.look_ahead()

@@ -27,8 +27,7 @@ from thor_dflash.plugins.launch import (
     always,
 )
 from thor_dflash.plugins.linear.decode_launch import SQUARES_ROWS
-from thor_dflash.plugins.standard import unfused
-from thor_dflash.plugins.standard.nodes import ADD, COMPOSE, CONCAT, EMBED, ROWS, SILU_MUL
+from thor_dflash.plugins.standard.nodes import COMPOSE, CONCAT, EMBED
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -152,19 +151,8 @@ def _compose(site: CallSite, device: Device) -> tuple[Launch, ...]:
     return (compose(site.size("tokens", 0)),)
 
 
-def _rows(site: CallSite, device: Device) -> tuple[Launch, ...]:
-    return (unfused.rows(site),)
-
-
-def _pairs(site: CallSite, device: Device) -> tuple[Launch, ...]:
-    return (unfused.pairs(site),)
-
-
 KERNELS = (
     OpKernels(EMBED, _embed, _refuse_embed, fuses_norm=always),
     OpKernels(CONCAT, _concat, _refuse_concat),
     OpKernels(COMPOSE, _compose),
-    OpKernels(ROWS, _rows, unfused.refuse_rows),
-    OpKernels(ADD, _pairs, unfused.refuse_pairs),
-    OpKernels(SILU_MUL, _pairs, unfused.refuse_pairs),
 )

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from thor_dflash.core.tensors import Array, DType
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Op, OpCase
-from thor_dflash.plugins.linear.reference import reference as linear
-from thor_dflash.plugins.numpy_math import rounded, silu, wide
 
 
 def _no_cases(rng: np.random.Generator) -> Iterator[OpCase]:
@@ -56,27 +54,6 @@ def _node(
     )
 
 
-def _rows(x: Arrays, a: Attributes) -> dict[str, Array]:
-    eye = np.eye(x["x"].shape[1], dtype=np.float32)
-    product = Attributes({**a.values, "segments": 1, "epilogue": "none"})
-    return {"y": linear({**x, "weight0": eye}, product)["y0"]}
-
-
-def _add(x: Arrays, a: Attributes) -> dict[str, Array]:
-    del a
-    return {"y": rounded(wide(x["a"]) + wide(x["b"]), DType.of(x["a"]))}
-
-
-def _silu_mul(x: Arrays, a: Attributes) -> dict[str, Array]:
-    del a
-    return {"y": rounded(silu(wide(x["a"])) * wide(x["b"]), DType.of(x["a"]))}
-
-
 EMBED = _node("embed", _embed, {"mask": -1, "rows": 0})
 CONCAT = _node("concat", _concat, {})
 COMPOSE = _node("compose", _compose, {})
-
-ROWS = _node("rows", _rows, {"norm_eps": 1e-6, "norm_offset": 0.0, "head_dim": 0, "gate": "none"})
-ADD = _node("add", _add, {})
-SILU_MUL = _node("silu_mul", _silu_mul, {})
-"""The parts of an unfused linear, see unfused.py."""

@@ -19,9 +19,7 @@ from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.lowering.lower import Lifetime, assign_offsets, lower
-from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
 from thor_dflash.builders.lowering.packed_weights import WeightPacker
-from thor_dflash.builders.lowering.unfused import unfused
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.synthetic import write_synthetic
 from thor_dflash.config.build import BuildConfig
@@ -30,7 +28,6 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ALIGNMENT, ENDING, Program, read
-from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import DOMAIN, Attributes
 from thor_dflash.plugins.launch import CallSite, Shaped
 from thor_dflash.plugins.registry import KERNELS
@@ -289,54 +286,3 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     assert (made.chunk, made.chunks) == (512, (256, 128, 64, 32))
     for step in (f"{step}.chunk{rows}" for step in manifest.CHUNK_STEPS for rows in made.chunks):
         assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
-
-
-@pytest.mark.slow
-def test_a_list_taken_apart_multiplies_the_same_weights_and_nothing_more(tmp_path: Path) -> None:
-    config = BuildConfig(engine="cuda", chunk=2048, chunks=(2048,))
-    for name in ("whole", "apart"):
-        (tmp_path / name).mkdir()
-        write_synthetic("qwen3.6-27b", tmp_path / name, config, fused=name == "whole")
-    for name in ("verify", "prefill", "propose", "observe"):
-        whole, apart = read(tmp_path / "whole", name), read(tmp_path / "apart", name)
-        assert weights(apart) == weights(whole)
-        assert (apart.inputs, apart.outputs) == (whole.inputs, whole.outputs)
-        made = set(apart.inputs) | set(apart.weights)
-        for step in apart.steps:
-            if step.op == "linear":
-                surrounded = {"norm_weight", "gate", "residual"} & set(step.ports)
-                assert not surrounded, step.name
-                assert (step.attributes["epilogue"], step.attributes["gate"]) == ("none", "none")
-            assert made >= {n for p, n in step.ports.items() if p in ("x", "a", "b", "gate", "q")}
-            made |= set(step.ports.values())
-
-
-def weights(program: Program) -> dict[str, int]:
-    return {name: weight.nbytes for name, weight in program.weights.items()}
-
-
-def test_a_linear_taken_apart_computes_the_same() -> None:
-    rng = np.random.default_rng(0)
-    for case in LINEAR.cases(rng):
-        a = LINEAR.complete(case.attributes)
-        if "norm_weight" not in case.inputs and "residual" not in case.inputs:
-            continue
-        known = {n: ValueType(DType.of(x), x.shape) for n, x in case.inputs.items()}
-        call = OperatorCall(case.name, "linear", dict(a.values), {n: n for n in case.inputs},
-                        {p.name: p.name for p in LINEAR.outputs_of(a)})  # fmt: skip
-        want = LINEAR.reference(case.inputs, a)
-        known |= {n: ValueType(DType.of(x), x.shape) for n, x in want.items()}
-        values = dict(case.inputs)
-        for step in unfused([call], known):
-            op, a = KERNELS[step.op].op, step.attributes
-            if step.op == "linear":  # nothing but the product
-                assert (a["gate"], a["head_dim"], a["epilogue"]) == ("none", 0, "none"), case.name
-                assert "norm_weight" not in step.inputs, case.name
-            given = {port: values[name] for port, name in step.inputs.items()}
-            got = op.reference(given, op.complete(step.attributes))
-            values |= {name: got[port] for port, name in step.outputs.items()}
-        for name, value in want.items():
-            have, wide = values[name].astype(np.float64), value.astype(np.float64)
-            # Values between the separate steps are rounded to the rows' type once more.
-            error = 2.0**-7 if value.dtype.itemsize == 2 else 1e-5
-            assert np.abs(have - wide).max() <= error * np.abs(wide).max(), (case.name, name)

@@ -309,20 +309,3 @@ def test_a_drafter_with_another_rule_is_far_away(name: str, rule: str) -> None:
     taps = features(b, 60)
     b.fill(taps, decoding(30))
     assert distance(b.propose()[1], b.plain(taps, BROKEN[rule](b.rules))) >= DIFFERENT
-
-
-@pytest.mark.parametrize(("name", "shift"), [("sliding, full", 1), ("27b's", -1)])
-def test_rows_shifted_by_one_are_far_away(name: str, shift: int) -> None:
-    b = bench(name)
-    taps = features(b, 60)
-    b.fill(taps, decoding(30))
-    assert distance(b.propose()[1], b.plain(np.roll(taps, shift, axis=0))) >= DIFFERENT
-    assert distance(b.propose()[1], b.plain(taps[1:])) >= DIFFERENT
-
-
-def test_taps_in_another_order_are_far_away() -> None:
-    b = bench("27b's")
-    taps = features(b, 60)
-    b.fill(taps, decoding(30))
-    backwards = taps.reshape(60, 4, -1)[:, ::-1].reshape(60, -1)
-    assert distance(b.propose()[1], b.plain(backwards)) >= DIFFERENT

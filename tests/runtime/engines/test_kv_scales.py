@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import onnx
-import pytest
 from support.checkpoints import GEOMETRIES, read_safetensors, write_safetensors, write_target
 from support.loop_models import prompt
 
-from thor_dflash.builders.build import build, make_plan
-from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
@@ -64,18 +60,3 @@ def test_scales_are_read_used_and_reported(tmp_path: Path) -> None:
     scales = manifest.read(tmp_path / "good").kv_scales
     layers = sum((i + 1) % 4 == 0 for i in range(GEOMETRY.layers))
     assert (scales.layers, scales.low, scales.high) == (layers, 2.0**-5, 2.0**-4)
-
-
-@pytest.mark.parametrize(
-    ("kv", "scales"), [("fp8", (0.25, 0.125)), ("bf16", (1, 1)), ("f32", (1, 1))]
-)
-def test_keys_and_values_have_scales_of_their_own_if_the_cache_is_fp8(
-    tmp_path: Path, kv: Literal["fp8", "bf16", "f32"], scales: tuple[float, float]
-) -> None:
-    plan = make_plan(read_target(scaled(tmp_path, 0.25)), None, BuildConfig(kv=kv))
-    for graph in (g.proto().graph for g in plan.graphs if g.name in ("verify", "prefill")):
-        held = {
-            t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer if "scale_" in t.name
-        }
-        found = [held[f"layers.3.self_attn.scale_{n}"].tolist() for n in "kv"]
-        assert found == [[scale] for scale in scales]

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from support.unprivileged import unprivileged
 
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType, TensorSpec
@@ -60,32 +59,6 @@ def bound(engine: OrtEngine, rows: int = 4) -> tuple[Call, dict[str, object]]:
     call = Call(graph, {n: tensors[n] for n in graph.inputs}, outputs)
     engine.write(tensors["one"], np.ones(1, np.float32))
     return call, dict(tensors)
-
-
-def test_a_path_that_is_no_utf8_is_refused_by_name(tmp_path: Path) -> None:
-    package = tmp_path / "caf\udce9"
-    package.mkdir()
-    write_graph(package, in_place=True)
-    with pytest.raises(EngineError, match=r"step\.onnx must be a name in UTF-8 for ONNX Runtime"):
-        OrtEngine(package, 1).load("step")
-
-
-def test_onnx_runtime_prints_nothing_to_stderr_on_an_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    weight = helper.make_tensor("w", FLOAT, [4], bytes(16), raw=True)
-    onnx.external_data_helper.set_external_data(weight, "w.bin")
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["w", "w"], ["y"])],
-        "step", [], [helper.make_tensor_value_info("y", FLOAT, [4])], [weight],
-    )  # fmt: skip
-    opset = [helper.make_opsetid("", 21)]
-    model = helper.make_model(graph, opset_imports=opset, ir_version=10)
-    onnx.save_model(model, tmp_path / "step.onnx")
-    (tmp_path / "w.bin").chmod(0)
-    with unprivileged(), pytest.raises(EngineError, match=r"must load .*SystemError : 13\)"):
-        OrtEngine(tmp_path, 1).load("step")
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -165,14 +138,3 @@ def test_onnx_runtime_keeps_and_sends_no_telemetry(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(home.rglob("*"))
-
-
-def test_busy_counts_seconds_by_graph(tmp_path: Path) -> None:
-    write_graph(tmp_path, in_place=True)
-    engine = OrtEngine(tmp_path, 1)
-    call, _ = bound(engine)
-    engine.run([call, call])
-    assert set(engine.busy()) == {"step"}
-    assert engine.busy()["step"] > 0
-    engine.close()
-    engine.close()

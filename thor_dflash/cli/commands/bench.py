@@ -60,7 +60,6 @@ class Variant:
     name: str
     build: BuildConfig
     engine: EngineConfig
-    fused: bool = True
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -142,7 +141,6 @@ def variants(config: Config, *, ablations: bool) -> Iterator[Variant]:
         yield Variant("no dependent launch", build, replace(engine, overlap=False))
         yield Variant("no graph", build, replace(engine, graphs=False))
         yield Variant("states instead of records", replace(build, saves="states"), engine)
-        yield Variant("no fusion", build, engine, fused=False)
 
 
 def _measured(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
@@ -195,7 +193,7 @@ def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()
         ids.write_text(json.dumps(list(range(DRAFT_VOCABULARY))))
         build = variant.build
         build = dataclasses.replace(build, draft_ids=build.draft_ids or str(ids))
-        return write_synthetic(shape, out, build, widths, fused=variant.fused)
+        return write_synthetic(shape, out, build, widths)
 
 
 # ---- ready ---------------------------------------------------------------------------------------

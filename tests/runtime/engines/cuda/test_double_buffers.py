@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins.fake_driver import MS, FakeCuda, fake
+from stand_ins.fake_driver import FakeCuda, fake
 
 from thor_dflash.core.tensors import DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda import device_tensors, graph_replay
+from thor_dflash.runtime.engines.cuda import graph_replay
 from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor, cuda
 from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
@@ -143,70 +143,6 @@ def test_a_capture_that_fails_leaves_states_in_their_places(
     assert cuda(state).now == now
 
 
-@both
-def test_a_state_that_is_updated_in_place_has_one_place(
-    indirect: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Noted(fake(monkeypatch), monkeypatch, indirect=indirect)
-    state = engine.empty(LARGE)
-    renew = call("a", {"x": state}, {"next.x": state})
-    engine.ready(renew, kept={"next.x"})
-    [place] = cuda(state).places
-    engine.replay.run([renew])
-    assert engine.ran == [[place, place]]
-
-
-def test_times_of_runs_are_collected_while_the_next_one_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between two runs the device is idle, so nothing is done then that can wait."""
-    device = fake(monkeypatch)
-    engine = Noted(device, monkeypatch)
-    small = engine.empty(TensorSpec("length", DType.I32, (1,)))
-    step = call("a", {"x": small}, {})
-    engine.ready(step)
-    for _ in range(3):
-        engine.replay.run([step])
-        ran = len(engine.ran)
-        engine.replay.read(small)
-        assert "cuEventElapsedTime" not in device.calls
-        engine.replay.run([step])
-        assert device.calls.count("cuEventElapsedTime") == ran
-        engine.replay.read(small)
-        assert engine.replay.busy() == {"noted": MS * 1e-3 * len(engine.ran)}
-        device.calls.clear()
-        engine.ran.clear()
-        engine.replay.times._seconds.clear()
-
-
-def test_the_time_of_a_run_counts_once_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Noted(fake(monkeypatch), monkeypatch)
-    small = engine.empty(TensorSpec("length", DType.I32, (1,)))
-    step = call("a", {"x": small}, {})
-    engine.ready(step)
-    engine.replay.run([step, step])
-    engine.replay.run([step])
-    assert engine.replay.busy() == {}
-    engine.replay.read(small)
-    engine.replay.run([step])
-    assert engine.replay.busy() == engine.replay.busy() == {"noted": 2 * MS * 1e-3}
-    engine.replay.read(small)
-    assert engine.replay.busy() == {"noted": 3 * MS * 1e-3}
-
-
-def test_a_closed_engine_still_reports_the_times_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report is made even if the device has been lost."""
-    engine = Noted(fake(monkeypatch), monkeypatch)
-    small = engine.empty(TensorSpec("length", DType.I32, (1,)))
-    step = call("a", {"x": small}, {})
-    engine.ready(step)
-    for _ in range(2):
-        engine.replay.run([step])
-        engine.replay.read(small)
-    engine.replay.close()
-    assert engine.replay.busy() == {"noted": MS * 1e-3}
-
-
 def test_a_state_is_cleared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing copies no zeros to the device, and it applies to the state's current place."""
     device = fake(monkeypatch)
@@ -230,42 +166,3 @@ def test_a_state_is_cleared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     at = cuda(small).places[0]
     [(start, data)] = [(to, d) for to, d in device.sent if to <= at < to + len(d)]
     assert data[at - start :][:12] == bytes(12)
-
-
-def test_what_is_larger_than_the_hosts_memory_for_it_is_read_piece_by_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, read = fake(monkeypatch), list[tuple[int, int]]()
-    copy = device.cuMemcpyDtoHAsync
-
-    def copied(to: int, at: int, nbytes: int, stream: int) -> Any:
-        read.append((at, nbytes))
-        return copy(to, at, nbytes, stream)
-
-    monkeypatch.setattr(device, "cuMemcpyDtoHAsync", copied)
-    engine = Noted(device, monkeypatch)
-    state = engine.empty(LARGE)
-    engine.ready(call("a", {"x": state}, {}))
-    monkeypatch.setattr(device_tensors, "RING", 40_000)
-    engine.replay.read(state)
-    at = cuda(state).now
-    assert read == [(at, 40_000), (at + 40_000, LARGE.nbytes({}) - 40_000)]
-
-
-def test_runs_and_large_writes_use_their_events_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server makes a million runs; each event takes memory of the driver."""
-    device = fake(monkeypatch)
-    monkeypatch.setattr(device_tensors, "RING", 2 * LARGE.nbytes({}))
-    engine = Noted(device, monkeypatch)
-    state, small = engine.empty(LARGE), engine.empty(TensorSpec("a", DType.I32, (1,)))
-    step = call("a", {"x": state, "y": small}, {})
-    engine.ready(step)
-    made: list[int] = []
-    for _ in range(6):
-        for _ in range(3):
-            engine.replay.write(state, np.zeros(LARGE.at({}), np.float32))
-        engine.replay.run([step])
-        engine.replay.read(small)
-        engine.replay.busy()
-        made.append(device.calls.count("cuEventCreate"))
-    assert made[1] == made[-1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +12,12 @@ from stand_ins.fake_driver import FACTS, MEMORY, FakeCuda, fake
 from support.planner_nano import package, request
 
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import EngineError, PackageError
+from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
-from thor_dflash.plugins.cuda import kernel_cache
-from thor_dflash.plugins.cuda.compile import Cubin
 from thor_dflash.plugins.gdn import launch as gdn
-from thor_dflash.plugins.launch import BufferOffset
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
-from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights
 from thor_dflash.runtime.session import Session, open_session
 
 
@@ -72,27 +66,6 @@ def test_a_kernel_without_the_shift_of_its_states_is_refused(
         open_session(made, EngineConfig(), Silent())
 
 
-def test_states_that_swap_places_separately_need_a_shift_each(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together = BufferOffset(tuple(port for shift in gdn._OFFSETS for port in shift.ports))
-    monkeypatch.setattr(gdn, "_OFFSETS", (together, together))
-    wrong = r"must change place together \(got tail, next_tail"
-    session = open_session(made, EngineConfig(), Silent())
-    with closing(session) as s, pytest.raises(EngineError, match=wrong):
-        cycles(s, 1)
-
-
-def test_a_cycles_inputs_are_sent_in_one_copy(made: Path, device: FakeCuda) -> None:
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        chunks = s.run(request(s, 0, 9), DflashDrafter())
-        sent: list[int] = []
-        for chunk in chunks:
-            sent += [len(device.sent)] if chunk.tokens else []
-            device.sent.clear()
-    assert sent[1:] == [1] * 8
-
-
 def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         engine, call = s.model.engine, s.model.call("propose")
@@ -103,46 +76,6 @@ def test_what_a_kernel_may_have_changed_is_sent_again(made: Path, device: FakeCu
                 engine.write(tensor, np.full(tensor.spec.at({}), 7, np.int32))
                 engine.read(tensor)
             assert len(device.sent) == copies, tensor.spec.name
-
-
-def test_kernels_are_compiled_while_weights_are_loaded(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, loaded = Event(), Event()
-
-    def compiled(*_: object, **__: object) -> Cubin:
-        begun.set()
-        assert loaded.wait(10)
-        return Cubin(b"", "")
-
-    def fill(*_: object) -> None:
-        assert begun.wait(10)
-        loaded.set()
-
-    monkeypatch.setattr(kernel_cache, "load", compiled)
-    monkeypatch.setattr(FileWeights, "__call__", fill)
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        assert cycles(s, 4) == 4
-
-
-def test_no_more_kernels_are_compiled_when_weights_cannot_be_loaded(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[object] = []
-
-    def compiled(*asked: object, **_: object) -> Cubin:
-        begun.append(asked)
-        time.sleep(0.1)
-        return Cubin(b"", "")
-
-    def fill(*_: object) -> None:
-        raise PackageError("no weights")
-
-    monkeypatch.setattr(kernel_cache, "load", compiled)
-    monkeypatch.setattr(FileWeights, "__call__", fill)
-    with pytest.raises(PackageError, match="no weights"):
-        open_session(made, EngineConfig(), Silent())
-    assert len(begun) <= kernel_cache.COMPILERS
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(made: Path, device: FakeCuda) -> None:

@@ -134,22 +134,6 @@ def test_reading_anything_else_waits_for_everything(monkeypatch: pytest.MonkeyPa
     assert it.engine.waits == 2
 
 
-@pytest.mark.parametrize("by", ["read", "made"])
-def test_what_the_last_call_reads_or_makes_is_not_read_back_early(
-    by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = Cycle(monkeypatch, by=by)
-    it.run()
-    assert it.read() == READ
-    assert it.engine.waits == 1
-
-
-def test_a_step_of_one_call_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Cycle(monkeypatch)
-    it.engine.replay.run([it.accept])
-    assert it.read() == READ
-
-
 def test_what_was_read_back_early_does_not_outlive_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Cycle(monkeypatch)
     for change in (
@@ -166,43 +150,6 @@ def test_what_was_read_back_early_does_not_outlive_its_run(monkeypatch: pytest.M
     it.run()
     it.engine.replay.write(it.length, np.array([5, 6]))
     assert it.read() == [100 + it.engine.runs] * 2
-
-
-def test_time_of_a_run_that_goes_on_is_waited_for_when_it_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    it = Cycle(monkeypatch)
-    for run in range(1, 4):
-        it.run()
-        it.read()
-        if run == 2:  # the time of the run still going on is not known yet
-            assert it.engine.replay.times.seconds == {}
-    assert it.engine.waits == 0
-    assert it.engine.replay.busy() == {"it": pytest.approx(3 * MS / 1e3)}
-    assert it.engine.waits == 1
-    assert it.engine.replay.busy() == {"it": pytest.approx(3 * MS / 1e3)}
-    assert it.engine.waits == 1
-
-
-def test_the_rings_memory_is_free_again_when_a_record_has_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    it = Cycle(monkeypatch)
-    busy = it.engine.tensors.ring._busy
-    for n in range(1, 6):
-        it.engine.replay.write(it.length, np.array([n, n]))
-        it.run()
-        assert len(busy) == 1
-        it.read()
-        assert busy == []
-    it.run()
-    it.engine.tensors.ring.send(
-        1 << 41, np.zeros(64, np.uint8)
-    )  # behind the step, which may not have begun
-    it.read()
-    assert len(busy) == 1
-    it.engine.replay.read(it.rows)
-    assert busy == []
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -270,52 +217,3 @@ def test_no_cycle_is_waited_for_to_its_end(
         assert next(chunks, None) is None
         assert seen[16:] == ["cuStreamSynchronize"]
         assert s.report().phases_ms["propose+verify+accept+observe"] == pytest.approx(9 * MS)
-
-
-def test_an_excerpt_hands_nothing_over_and_ends_the_handover_before_it(
-    made: Path, device: FakeCuda
-) -> None:
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        engine = s.model.engine
-        calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
-        excerpt = engine.excerpt(calls, lambda _: True)  # type: ignore[attr-defined]
-        assert excerpt.readback is None
-        engine.run(calls)
-        assert engine.replay.times.latest is not None  # type: ignore[attr-defined]
-        excerpt.run()
-        assert engine.replay.times.latest is None  # type: ignore[attr-defined]
-
-
-def test_without_graphs_everything_is_waited_for(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
-        calls = [s.model.call(name) for name in ("propose", "verify", "accept", "observe")]
-        seen = noted(device, monkeypatch)
-        s.model.engine.run(calls)
-        assert s.model.read("record").tolist() == [1] * 37
-        assert seen[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
-        assert set(seen[:-2]) == {"cuLaunchKernelEx"}
-
-
-@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
-def test_an_interrupt_does_not_leave_the_stream_capturing(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """CUDA would refuse every later wait for a stream that is."""
-    with closing(open_session(made, EngineConfig(), Silent())) as s:
-        calls = [s.model.call(step) for step in ("propose", "verify", "accept", "observe")]
-        original = getattr(device, name)
-
-        def interrupted(*arguments: Any) -> Any:
-            monkeypatch.setattr(device, name, original)
-            if name != "cuStreamEndCapture":
-                original(*arguments)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(device, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            s.model.engine.run(calls)
-        assert device.cuStreamIsCapturing(0) == (0, 0)
-        s.model.engine.run(calls)
-        assert s.model.read("record").tolist() == [1] * 37

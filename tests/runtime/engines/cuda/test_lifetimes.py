@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from stand_ins.fake_driver import MS, OK, FakeCuda, fake
 from support.planner_nano import package, request
@@ -17,9 +16,7 @@ from support.planner_nano import package, request
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
-from thor_dflash.plugins.cuda.driver import FREES, Driver
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.engines.cuda.host_writes import SMALL, StagingRing
 from thor_dflash.runtime.session import Session, open_session
 
 CYCLE = ("propose", "verify", "accept", "observe")
@@ -93,23 +90,6 @@ def test_a_finaliser_does_not_wait_during_a_capture(
         assert engine.busy()["+".join(CYCLE)] == pytest.approx(MS * 1e-3)
 
 
-def test_a_finaliser_may_wait_during_the_capture_of_another_engine(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        closing(open_session(made, EngineConfig(), Silent())) as one,
-        closing(open_session(made, EngineConfig(), Silent())) as two,
-    ):
-        left = abandoned(one)
-        done = during(monkeypatch, device, "cuLaunchKernelEx", left.close)
-        assert (
-            sum(bool(chunk.tokens) for chunk in two.run(request(two, 0, 9), DflashDrafter())) == 9
-        )
-        assert done()
-        assert one.report().phases_ms["+".join(CYCLE)] == pytest.approx(MS)
-        assert device.cuThreadExchangeStreamCaptureMode(0)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("name", "good"),
     [("cuGraphInstantiate", 0), ("cuGraphUpload", 0), ("cuGraphDestroy", 0), ("cuEventCreate", 0),
@@ -143,43 +123,3 @@ def test_a_capture_that_fails_leaves_nothing_behind(
         assert sorted(set(device.alive.values())) == sorted(
             {"cuMemFreeHost", "cuModuleUnload", "cuEventDestroy", "cuGraphExecDestroy"}
         )
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_shared_context_keeps_nothing_of_a_driver_that_was_closed(
-    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
-    """Other libraries keep the primary context, so releasing it frees nothing."""
-    driver = Driver(shared=True)
-    memory = driver.allocate(1000)
-    ring = StagingRing(driver, driver.pinned(8 * SMALL))
-    ring.send(memory, np.zeros(2 * SMALL, np.uint8))
-    kept = [driver.make("cuModuleLoadData", b""), driver.make("cuEventCreate", 0)]
-    driver.free(driver.make("cuEventCreate", 0))
-    released: list[int] = []
-    monkeypatch.setattr(
-        device, "cuDevicePrimaryCtxRelease", lambda _: released.append(len(device.alive)) or (OK,)
-    )
-    assert set(kept) < set(device.alive)
-    assert device.taken == 1000
-    if broken:
-        driver._broken = "something ended it"
-    device.current = 0
-    driver.close()
-    driver.close()
-    assert (device.alive, device.taken, released) == ({}, 0, [0])
-    assert device.calls.count("cuStreamDestroy") == 2
-
-
-def test_what_is_freed_after_the_end_of_a_driver_is_left_to_it(device: FakeCuda) -> None:
-    driver = Driver()
-    memory = driver.allocate(1000)
-    driver.close()
-    driver.free(memory)
-    assert driver.ended == "it was closed"
-
-
-def test_everything_that_is_made_can_be_freed() -> None:
-    """The names are those of the driver's functions."""
-    driver = pytest.importorskip("cuda.bindings.driver")
-    assert {*FREES, *FREES.values()} <= {*dir(driver)}

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from stand_ins.fake_driver import OK, FakeCuda, fake
 from support.planner_nano import package
 
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import ConfigError, EngineError, EngineLost, PackageError
+from thor_dflash.core.errors import EngineError, EngineLost
 from thor_dflash.core.progress import Silent
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda import weight_loader
 from thor_dflash.runtime.session import open_session
 
 CODES = {"CUDA_ERROR_OUT_OF_MEMORY": EngineError, "CUDA_ERROR_ILLEGAL_ADDRESS": EngineLost}
@@ -95,22 +93,3 @@ def test_an_error_in_a_thread_that_reads_weights_is_reported(
     with pytest.raises(CODES[status]):
         open_session(built, EngineConfig(), Silent())
     assert len(destroyed) == device.contexts
-
-
-def test_a_directory_of_kernels_in_an_unknown_home_or_without_a_name_is_refused(
-    device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    built = package(tmp_path / "nano", engine="cuda")
-    destroyed = counted(monkeypatch, device, "cuCtxDestroy")
-    for given, wrong in (("~nobody-of-this-name/cubins", "begin with a home"),
-                         ("", "be a directory")):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"engine.cubins must {wrong}"):
-            open_session(built, EngineConfig(cubins=given), Silent())
-    assert len(destroyed) == device.contexts
-
-
-def test_a_weight_file_that_cannot_be_read_is_named() -> None:
-    # /proc/self/mem can be opened, but reading fails: nothing is mapped at address 0.
-    path = Path("/proc/self/mem")
-    with pytest.raises(PackageError, match=rf"^{path} must be readable \(got: Input/output error"):
-        weight_loader._read(path, 0, np.zeros(8, np.uint8))

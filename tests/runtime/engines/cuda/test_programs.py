@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from emulator.compiler import COMPILER, EmulatorFault
 from stand_ins.emulated_driver import emulate
-from support.engine_pair import DEVICE, Pair, built, near, opened, packages, paired
+from support.engine_pair import DEVICE, Pair, opened, packages, paired
 from support.loop_models import answer
 from support.poisoned_memory import poison
 
-from thor_dflash.builders import build as builder
-from thor_dflash.core.tensors import Array
-from thor_dflash.package.launch_program import read
-from thor_dflash.plugins.launch import never
-from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request
 
@@ -51,57 +44,6 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
 
 
-@pytest.mark.slow
-def test_a_program_without_fusion_gives_nearly_the_same_logits(pair: Pair, root: Path) -> None:
-    assert pair.begun is not None
-    tokens, logits = pair.begun
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "make_plan", partial(builder.make_plan, fused=False))
-        apart = built(root, "cuda", "apart")
-    steps = read(apart, "verify").steps
-    assert not any({"x_slabs", "next_gate"} & step.ports.keys() for step in steps[:-1])
-    near("logits", verified(apart, tokens), logits)
-
-
-def verified(package: Path, tokens: Array) -> Array:
-    """Logits of a verify of the first block of a sequence."""
-    with pytest.MonkeyPatch.context() as patch:
-        emulate(patch, DEVICE)
-        with closing(opened(package)) as session:
-            session.model.write_tokens(tokens.tolist())
-            session.model.verify()
-            return session.model.read("logits")
-
-
-@pytest.mark.slow
-def test_rows_gated_by_attention_equal_those_gated_by_the_product(pair: Pair, root: Path) -> None:
-    assert pair.begun is not None
-    tokens, logits = pair.begun
-    with pytest.MonkeyPatch.context() as patch:
-        rule = replace(KERNELS["verify_attention"], fuses_gate=never)
-        patch.setitem(KERNELS, "verify_attention", rule)  # type: ignore[arg-type]
-        other = built(root, "cuda", "ungated")
-    steps = [s for s in read(other, "verify").steps if s.op == "verify_attention"]
-    assert not any("next_gate" in step.ports for step in steps)
-    np.testing.assert_array_equal(verified(other, tokens).view(np.uint32), logits.view(np.uint32))
-
-
-@pytest.mark.slow
-def test_rows_finished_by_gdn_are_near_those_finished_by_the_product(
-    pair: Pair, root: Path
-) -> None:
-    """Not equal: they are rounded before the factor 1 / rms instead of after it."""
-    assert pair.begun is not None
-    tokens, logits = pair.begun
-    with pytest.MonkeyPatch.context() as patch:
-        rule = replace(KERNELS["gdn"], fuses_head_norm=never)
-        patch.setitem(KERNELS, "gdn", rule)  # type: ignore[arg-type]
-        other = built(root, "cuda", "unfinished")
-    steps = [s for s in read(other, "verify").steps if s.op == "gdn"]
-    assert not any("next_gate" in step.ports for step in steps)
-    near("logits", verified(other, tokens), logits)
-
-
 def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
     with paired(root, 16) as made:
         engine, state = made.ours.engine, made.ours.state
@@ -124,42 +66,6 @@ def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
             engine.run([call])
         with pytest.raises(EmulatorFault, match=r"draft_attention: .* wait_for_previous"):
             engine.run(calls)
-
-
-SHARED = {
-    "verify": "layers.0.linear_attn.in_proj= layers.0.linear_attn.out_proj= "
-    "layers.0.mlp.gate_up= layers.0.mlp.down_proj "
-    "layers.1.linear_attn.in_proj= layers.1.linear_attn.out_proj= "
-    "layers.1.mlp.gate_up= layers.1.mlp.down_proj layers.2.self_attn.qkv= "
-    "layers.2.self_attn.o_proj layers.2.mlp.gate_up= layers.2.mlp.down_proj head=",
-    "propose": "drafter.layers.0.self_attn.qkv= "
-    "drafter.layers.0.self_attn.o_proj drafter.layers.0.mlp.gate_up= "
-    "drafter.layers.0.mlp.down_proj drafter.layers.1.self_attn.qkv= "
-    "drafter.layers.1.self_attn.o_proj drafter.layers.1.mlp.gate_up= "
-    "drafter.layers.1.mlp.down_proj head=",
-    "observe": "drafter.context=",
-}
-"""Calls whose rows an earlier call leaves in slabs; "=" marks rows that are also normed and come
-with sums of squares."""
-ROWS_OF = {"embed": "rows", "gdn": "o", "verify_attention": "o", "draft_attention": "o"}
-"""Operator -> its output of rows, where that is not y0."""
-
-
-def test_all_rows_that_can_be_left_in_slabs_are(pair: Pair) -> None:
-    bounds = {bound.program.name: bound for bound in pair.device.bounds}
-    for name, calls in SHARED.items():
-        found: list[str] = []
-        for step in bounds[name].program.steps:
-            launched = [p.launch.kernel for p in bounds[name].launches if p.step is step]
-            if "x_slabs" in step.ports:
-                found.append(step.name + "=" * ("x_squares" in step.ports))
-                assert "linear_rows" not in launched
-                makers = [s for s in bounds[name].program.steps
-                          if s.ports.get("y0_slabs") == step.ports["x_slabs"]]  # fmt: skip
-                assert [m.ports[ROWS_OF.get(m.op, "y0")] for m in makers] == [step.ports["x"]]
-            elif step.op in ("linear", "head"):
-                assert launched[0] == "linear_rows"
-        assert found == calls.split()
 
 
 @pytest.mark.slow

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from contextlib import closing
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stand_ins import tensorrt_module as trt
-from stand_ins.fake_driver import MEMORY, FakeCuda, fake
+from stand_ins.fake_driver import FakeCuda, fake
 from support.planner_nano import package, request
-from support.trt_packages import made_of, planned, write
+from support.trt_packages import planned, write
 
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import EngineError, PackageError
+from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as sidecar
 from thor_dflash.package.manifest import hash_file
-from thor_dflash.package.trt_engine import EngineDescription
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.tensorrt.node import fingerprint
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
-from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
+from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts
 from thor_dflash.runtime.session import Session, open_session
 
 HERE = RuntimeFacts(
@@ -174,95 +171,10 @@ def test_closing_leaves_room_for_the_next_engine(made: Path, device: FakeCuda) -
         assert device.alive == {}
 
 
-def test_an_engine_that_failed_to_load_is_closed(made: Path, device: FakeCuda) -> None:
-    device.taken = MEMORY - (260 << 20)
-    with pytest.raises(EngineError, match="must fit"):
-        open_session(made, EngineConfig(), Silent())
-    assert not trt.get_plugin_registry().creators
-
-
-def test_weights_that_cannot_be_read_leave_no_memory_taken(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise PackageError("a disk must be readable")
-
-    taken = device.taken
-    monkeypatch.setattr("thor_dflash.runtime.engines.cuda.weight_loader._read", fail)
-    with pytest.raises(PackageError, match="a disk must be readable"):
-        open_session(made, EngineConfig(), Silent())
-    assert device.alive == {}
-    assert device.taken == taken
-
-
-def test_a_context_that_the_engine_was_not_built_for_is_refused(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trt, "MOST", 512)
-    with pytest.raises(EngineError, match=r"attention\.\S+ must be .*set engine\.capacity to what"):
-        open_session(made, EngineConfig(), Silent())
-
-
 def test_an_engine_of_another_build_is_refused(made: Path, device: FakeCuda) -> None:
     rewrite(made, tensorrt="10.16.2.1")
     with pytest.raises(EngineError, match=r"verify: TensorRT must be 10.16.2.1"):
         open_session(made, EngineConfig(), Silent())
-
-
-def test_all_mismatches_are_reported_at_once() -> None:
-    plan = describe_any()
-    for changes, words in (
-        ({"tensorrt": "11.4.0.106", "kernels": "1" * 64}, ("11.4.0.106", "111111111111")),
-        ({"capability": (11, 0)}, ("compute capability",)),
-        ({"device": "Thor"}, ("the device",)),
-        ({"multiprocessors": 20}, ("multiprocessors",)),
-    ):
-        with pytest.raises(EngineError) as e:
-            check(plan, replace(HERE, **changes), None)
-        for word in (*words, "the engine that the package describes"):
-            assert word in str(e.value)
-
-
-def describe_any() -> EngineDescription:
-    """A description of an engine without inputs, outputs or plugins."""
-    return EngineDescription(
-        name="verify",
-        file="verify.plan",
-        sha256="2" * 64,
-        profile=0,
-        inputs={},
-        outputs={},
-        weights={},
-        nodes=(),
-        made=made_of(HERE),
-    )
-
-
-def test_an_engine_that_tensorrt_does_not_load_is_reported_in_its_words(
-    made: Path, device: FakeCuda
-) -> None:
-    engine = made / "verify.plan"
-    engine.write_text("{")
-    plan = replace(sidecar.read(made, "verify"), sha256=hash_file(engine).sha256)
-    card = made / f"verify{sidecar.ENDING}"
-    card.write_text(sidecar.render(plan))
-    found = package_manifest.read(made)
-    new = {p.name: hash_file(p) for p in (engine, card)}
-    write(made, replace(found, files={**found.files, **new}))
-    with pytest.raises(EngineError, match=r"verify.plan must be an engine .*got: it is no"):
-        open_session(made, EngineConfig(), Silent())
-
-
-def test_an_engine_file_is_read_in_pieces(device: FakeCuda, tmp_path: Path) -> None:
-    """TensorRT asks for what is missing until it has all that it wanted."""
-    host = import_module("thor_dflash.plugins.tensorrt.host")
-    path = tmp_path / "x.plan"
-    path.write_bytes(bytes(host.PIECE) + b"the end")
-    with closing(host.Reader(path)) as reader:
-        assert reader.read(10 * host.PIECE, 0) == bytes(host.PIECE)
-        assert reader.read(9 * host.PIECE, 0) == b"the end"
-        assert reader.seek(3, trt.SeekPosition.END)
-        assert reader.read(2, 0) == b"en"
 
 
 @pytest.mark.parametrize(
@@ -287,36 +199,3 @@ def test_what_tensorrt_refuses_is_told_in_its_words(
     wrong = r"TensorRT engine \S+ must take its tensors \(got: no memory for it\)"
     with pytest.raises(EngineError, match=wrong):
         open_session(made, EngineConfig(), Silent())
-
-
-def test_a_step_that_does_not_run_is_named(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trt.IExecutionContext.execute_async_v3
-
-    def fail(self: trt.IExecutionContext, stream: int) -> bool:
-        return self.engine.program.name != "verify" and run(self, stream)
-
-    monkeypatch.setattr(trt.IExecutionContext, "execute_async_v3", fail)
-    with pytest.raises(EngineError, match=r"TensorRT engine verify must run \(got: "):
-        open_session(made, EngineConfig(), Silent())
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_nothing_of_tensorrt_outlives_the_context_that_it_worked_in(
-    made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, graphs: bool
-) -> None:
-    real, left = trt.Runtime, list[Any]()
-
-    def runtime(logger: Any) -> Any:
-        left.append(weakref.ref(found := real(logger)))
-        return found
-
-    monkeypatch.setattr(trt, "Runtime", runtime)
-    release = device.cuDevicePrimaryCtxRelease
-    monkeypatch.setattr(
-        device, "cuDevicePrimaryCtxRelease", lambda d: left.append(left[0]()) or release(d)
-    )
-    with closing(open_session(made, EngineConfig(graphs=graphs), Silent())) as s:
-        cycles(s, 3)
-    assert left[1:] == [None]
