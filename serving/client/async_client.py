@@ -1,7 +1,7 @@
 """The client for asyncio: one connection, any number of plans and control operations at once.
 
 async with AsyncPlanner("tcp://127.0.0.1:5571") as planner:
-    async for event in planner.stream(Ask(prompt="Bring the cup.", stream="steps")): ...
+    async for event in planner.stream(PlanRequest(prompt="Bring it.", stream="steps")): ...
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The client: a planner that talks to a server. Needs pyzmq and msgspec, nothing else.
 
     with RemotePlanner("tcp://127.0.0.1:5571") as planner:
-        plan = planner.plan(Ask(prompt="Bring the cup.", deadline_ms=8000)).plan
+        plan = planner.plan(PlanRequest(prompt="Bring the cup.", deadline_ms=8000)).plan
 
 A client belongs to one thread. A late reply is never taken for the answer to a later request: every
 request has its own id, and the socket drops replies that do not belong to its last request.
@@ -32,9 +32,6 @@ from thor_dflash.serving.client.connection import (
 from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.client.retry import CANCEL_MS, Attempts, Reply
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result
-
-__all__ = ["Chunk", "Message", "Options", "PlanError", "PlanRequest", "RemotePlanner", "Result"]
 
 
 class _Connection:

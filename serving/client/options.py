@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a client.
-
-    Raises:
-        ConfigError: a number in it is none, or is too small; names the field.
-    """
+    """Options of a client."""
 
     timeout_s: float = 5.0
     """Longest wait for a control operation, and for a connection."""
@@ -35,13 +30,3 @@ class Options:
     max_message: int = 1 << 20
     """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
     connection, and thereby cancel every other plan on it."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("timeout_s", self.timeout_s), ("plan_timeout_s", self.plan_timeout_s)):
-            if not (type(value) in (int, float) and value > 0):
-                raise ConfigError(f"{name} must be a number of seconds > 0 (got {value!r})")
-        for name, value, least in (
-            ("retries", self.retries, 0), ("max_message", self.max_message, 1),
-        ):  # fmt: skip
-            if not (type(value) is int and value >= least):
-                raise ConfigError(f"{name} must be an integer >= {least} (got {value!r})")

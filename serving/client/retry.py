@@ -13,7 +13,7 @@ import zmq
 from msgspec import Struct, structs
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.message_text import cut, visible
+from thor_dflash.core.message_text import cut, show
 from thor_dflash.serving.client.connection import unreachable
 from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.protocol import messages, validation
@@ -129,10 +129,7 @@ def _check_value(name: str, value: object) -> None:
     except UnicodeEncodeError as e:
         text = f"{name} must be UTF-8 (got: {e.reason} at {e.start})"
         raise bad_request(text, name) from e
-    except OverflowError as e:
-        text = f"{name} must have numbers of 64 bits (got one out of range)"
-        raise bad_request(text, name) from e
-    except TypeError as e:
+    except (OverflowError, TypeError) as e:
         text = f"{name} must be plain JSON values (got: {cut(str(e))})"
         raise bad_request(text, name) from e
 
@@ -172,7 +169,7 @@ class Attempts:
         self.left = self.options.retries
         self.since = self.began
         if (id := self.request.id) != messages.NO_ID:
-            text = f"id must be left out: the client gives each try its own (got {_text(id)})"
+            text = f"id must be left out: the client gives each try its own (got {show(id)})"
             raise bad_request(text, "id")
         if isinstance(self.request, messages.PlanRequest):
             validation.check_deadline_and_session(self.request)
@@ -215,10 +212,8 @@ class Attempts:
 
     def timeout_error(self, endpoint: str, seen: int) -> PlanError:
         """Return the error for a reply that did not come in time; `seen` as for `unreachable`."""
-        bounded = (
-            not isinstance(self.request, messages.PlanRequest)
-            or self.request.deadline_ms is not None
-        )
+        planned = isinstance(self.request, messages.PlanRequest)
+        bounded = not planned or _deadline_ms(self.request) is not None
         if bounded or seen != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return unreachable(endpoint, seen)
         # The server is connected: the plan is slow, and a retry would take as long again.
@@ -244,10 +239,6 @@ class Attempts:
         # Waiting for a server that warms up uses no retry, only the request's time.
         self.left -= error.code != "not_ready"
         return wait
-
-
-def _text(id: object) -> str:
-    return visible(cut(str(id)))
 
 
 def _deadline_ms(request: messages.Request) -> int | None:

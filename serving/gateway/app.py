@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -87,7 +86,6 @@ def application(config: GatewayConfig) -> Starlette:
             Route("/health", gateway.health),
             Route("/metrics", gateway.metrics),
         ],
-        exception_handlers={HTTPException: _no_route},
         middleware=[] if config.insecure else [Middleware(LoopbackNames)],
         lifespan=gateway.lifespan,
     )
@@ -148,8 +146,6 @@ class Gateway:
         """POST /v1/chat/completions."""
         chat, body = None, RequestBody()
         try:
-            if "expect" in request.headers:
-                _check_kind(request)  # the client sends its body only if this is right
             text = await body.read(request)
             _check_kind(request)
             chat = openai_api.read(text)
@@ -214,16 +210,6 @@ class Gateway:
         found = await self.pool.everywhere("stats")
         text = metrics.render([(member.endpoint, stats) for member, stats in found])
         return Response(text, media_type="text/plain; version=0.0.4")
-
-
-async def _no_route(request: Request, e: Exception) -> Response:
-    # Starlette types the parameter as Exception but passes only the registered class.
-    assert isinstance(e, HTTPException), e
-    route = visible(cut(f"{request.method} {request.url.path}"))
-    text = f"{route} must be a route of the gateway (got: {e.detail})"
-    reply = _refused(bad_request(text), status=e.status_code)
-    reply.headers.update(e.headers or {})
-    return reply
 
 
 async def _while_there(request: Request, events: AsyncIterator[PoolEvent]) -> PoolEvent:

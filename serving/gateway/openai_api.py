@@ -38,10 +38,6 @@ SUPPORTED: Mapping[str, str] = {
     "response_format.type": "text or json_schema",
 }
 """What a field must be, as error text, where its type alone does not say it."""
-MISPLACED: Mapping[str, str] = {
-    "response_format.json_schema": "left out where response_format.type is not json_schema",
-}
-"""Error text for fields that are supported, but not at this place."""
 
 
 class ContentPart(Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,7 +144,7 @@ def _plain(e: PlanError) -> PlanError:
     name = e.field or ""
     rule = SUPPORTED.get(re.sub(r"\[.*?\]", "", name))
     if codec.UNKNOWN in e.message:
-        rule = MISPLACED.get(name, "left out: the gateway does not support it")
+        rule = "left out: the gateway does not support it"
     if rule is None:
         return e
     _, got, value = e.message.partition(" (got ")

@@ -31,15 +31,6 @@ recursion limit."""
 
 KINDS = {**WORDS, "array": "a list", "object": "an object"}
 """msgspec's names of types, in words."""
-HALF = rb"\\ufffd"
-"""Replacement for an unpaired surrogate, as a template of `re`."""
-HALVES = re.compile(
-    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))",
-    re.DOTALL,
-)
-"""Unpaired surrogate escapes in JSON without escaped backslashes: high ones without a low one, and
-low ones without a high one."""
-
 OPERATIONS: dict[str, type[messages.Request]] = {
     "plan": messages.PlanRequest,
     "cancel": messages.Cancel,
@@ -57,11 +48,6 @@ class Codec:
     """One of the two encodings."""
 
     name: Name
-
-    @property
-    def title(self) -> str:
-        """The encoding's name as its users write it."""
-        return "JSON" if self.name == "json" else "msgpack"
 
     def encode(self, message: object) -> bytes:
         """Encode a message as its one body frame."""
@@ -82,10 +68,8 @@ class Codec:
         except msgspec.ValidationError as e:
             raise _explain(e, kind, lambda: self.decode(body, dict[str, Any])) from e
         except (msgspec.DecodeError, ValueError, OverflowError) as e:
-            if self.name == "json" and (torn := _torn(body)) is not None:
-                raise torn from e
             text = str(e)[:200]
-            raise bad_request(f"body must be valid {self.title} (got: {text})") from e
+            raise bad_request(f"body must be valid {self.name} (got: {text})") from e
         except RecursionError as e:
             text = "body must be nested less deeply (got more levels than can be read)"
             raise bad_request(text) from e
@@ -121,18 +105,12 @@ class Head(Struct, frozen=True):
 
 
 def head_of(codec: Codec, body: bytes) -> Head:
-    """Read the head of a body, also of one that `read` refuses for an unpaired surrogate.
+    """Read the head of a body.
 
     Raises:
         PlanError: bad_request.
     """
-    try:
-        return codec.decode(body, Head)
-    except PlanError:
-        mended = _mended(body, HALF) if codec.name == "json" else body
-        if mended == body:
-            raise
-        return codec.decode(mended, Head)
+    return codec.decode(body, Head)
 
 
 def id_of(head: Head) -> str | None:
@@ -287,32 +265,6 @@ def shown(value: object) -> str:
         return show(value)
     except (TypeError, ValueError, RecursionError):  # expressible in msgpack but not in JSON
         return f"a value of type {type(value).__name__}"
-
-
-def _torn(body: bytes) -> PlanError | None:
-    """Return the error for a JSON body with an unpaired surrogate, which no reply could repeat, or
-    None if that is not what is wrong with it.
-    """
-    if (mended := _mended(body, HALF)) == body:
-        return None
-    try:
-        one = JSON.decode(mended, dict[str, Any])
-        other = JSON.decode(_mended(body, b"?"), dict[str, Any])
-    except PlanError:
-        return None  # invalid JSON for another reason
-    differ = (name for name, value in one.items() if name not in other or other[name] != value)
-    if (name := next(differ, None)) is None:
-        return None
-    field = name[:NAME]
-    text = f"{field} must be Unicode text (got half a surrogate pair in {shown(one[name])})"
-    return bad_request(text, field)
-
-
-def _mended(body: bytes, by: bytes) -> bytes:
-    """Return JSON text with each unpaired surrogate replaced by `by`."""
-    # Passes over the whole body instead of a call per escape: a body may hold half a million of
-    # them, and the I/O thread answers nobody else meanwhile. Valid JSON contains no byte 0.
-    return HALVES.sub(by, body.replace(rb"\\", b"\0")).replace(b"\0", rb"\\")
 
 
 def check_plain(value: object, what: str, limit: int) -> None:

@@ -20,8 +20,6 @@ from thor_dflash.core.errors import ConfigError
 BATCH_S = 0.1
 """Longest time that an event waits before it is written: the thread wakes once for all of them, or
 it would contend with the others for the interpreter at each event of a plan."""
-MAX_QUEUED = 4096
-"""Most events that wait for the disk; later ones are lost and counted."""
 
 
 class EventLog:
@@ -34,9 +32,8 @@ class EventLog:
             ConfigError: the file cannot be written.
         """
         self._file = LineFile(path) if path else None
-        self._queue: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lost = 0
 
     def start(self) -> None:
         """Start the thread that writes."""
@@ -46,13 +43,8 @@ class EventLog:
 
     def __call__(self, event: str, **fields: object) -> None:
         """Add a line: the time, s since 1970, the event, and its fields that are not None."""
-        if self._thread is None:
-            return
-        if self._queue.qsize() >= MAX_QUEUED:
-            self._lost += 1
-            return
-        self._queue.put((line(event, fields), self._lost))
-        self._lost = 0
+        if self._thread is not None:
+            self._queue.put(line(event, fields))
 
     def _run(self, file: LineFile) -> None:
         while True:
@@ -61,7 +53,7 @@ class EventLog:
                 return
             if idle:
                 time.sleep(BATCH_S)
-            file.write(*item)
+            file.write(item)
 
     def close(self) -> None:
         """Write what waits and close the file; later events are not written. Idempotent."""
@@ -92,9 +84,8 @@ class LineFile:
                 f"serve.events must be a file that can be written (got {path}: {e.strerror})"
             ) from e
 
-    def write(self, text: bytes, lost: int = 0) -> None:
-        """Append a line, of which `lost` before it were lost."""
-        self._lost += lost
+    def write(self, text: bytes) -> None:
+        """Append a line."""
         if self._lost:
             text = line("lost", {"lines": self._lost}) + text
         self._lost = 0 if self._write(text) else self._lost + 1

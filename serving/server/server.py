@@ -35,7 +35,7 @@ from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
 from thor_dflash.serving.server.lifecycle import Lifecycle
 from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.systemd import ALIVE, Notify
-from thor_dflash.serving.server.trace import StepTrace, check_directory, write
+from thor_dflash.serving.server.trace import StepTrace, write
 from thor_dflash.serving.server.workers import (
     BackendLoaded,
     BackendReady,
@@ -81,12 +81,9 @@ class Server:
         """Bind first, so that clients can connect and read the state while the backend loads.
 
         Raises:
-            ConfigError: an endpoint, a key, the secret, the events file or the trace directory
-                cannot be used.
+            ConfigError: an endpoint, a key, the secret or the events file cannot be used.
         """
         token = access.read_token(config.token_file)
-        if config.trace_slow_ms:
-            check_directory(Path(config.trace_dir))
         self._log_event = EventLog(config.events)
         self._router = RouterSocket(config)
         self._config = config

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.results import Speculation
 from thor_dflash.serving.protocol import messages
 
 WINDOW = 256
 """Newest plans that the percentiles are computed over."""
 MAX_LISTED = 16
 """Newest plans that are listed one by one."""
+LATENCIES = ("queue_ms", "ttft_ms", "ttfa_ms", "e2e_ms")
 
 
 @dataclass(slots=True)
@@ -37,32 +37,15 @@ class Stats:
     def result(self, result: messages.Result) -> None:
         """Record an answered plan."""
         self.finished[result.finish_reason] += 1
-        usage = result.usage
-        self.tokens["prompt"] += usage.prompt_tokens
-        self.tokens["cached"] += usage.cached_tokens
-        self.tokens["thinking"] += usage.thinking_tokens
-        self.tokens["output"] += usage.output_tokens
-        if result.spec is not None:
-            self._speculation(result.spec)
-        if (t := result.timings) is not None:
-            self._last.append(
-                {
-                    "finish_reason": result.finish_reason,
-                    "queue_ms": t.queue_ms,
-                    "ttft_ms": t.ttft_ms,
-                    "ttfa_ms": t.ttfa_ms,
-                    "e2e_ms": t.e2e_ms,
-                    "tok_s": t.tok_s,
-                }
-            )
-
-    def _speculation(self, spec: Speculation) -> None:
-        self.spec["cycles"] += spec.cycles
-        self.spec["drafted"] += spec.drafted
-        self.spec["accepted"] += spec.accepted
-        self.spec["forced"] += spec.forced
-        for position, count in enumerate(spec.accepted_per_position):
-            self.per_position[position] += count
+        for kind in ("prompt", "cached", "thinking", "output"):
+            self.tokens[kind] += getattr(result.usage, f"{kind}_tokens")
+        if (spec := result.spec) is not None:
+            for name in ("cycles", "drafted", "accepted", "forced"):
+                self.spec[name] += getattr(spec, name)
+            self.per_position.update(dict(enumerate(spec.accepted_per_position)))
+        if (times := result.timings) is not None:
+            listed = {name: getattr(times, name) for name in (*LATENCIES, "tok_s")}
+            self._last.append({"finish_reason": result.finish_reason, **listed})
 
     def error(self, error: PlanError) -> None:
         """Record an error answer."""
@@ -82,7 +65,7 @@ class Stats:
             },
             "percentiles": {
                 name: _percentiles([p[name] for p in self._last if p[name] is not None])
-                for name in ("queue_ms", "ttft_ms", "ttfa_ms", "e2e_ms")
+                for name in LATENCIES
             },
             "last": list(self._last)[-MAX_LISTED:],
         }

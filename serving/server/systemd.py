@@ -13,8 +13,6 @@ from contextlib import suppress
 
 Notify = Callable[[str], None]
 ALIVE = "WATCHDOG=1"
-WAIT_S = 1.0
-"""Longest wait for space in systemd's socket, for messages that are sent only once."""
 
 
 def notifier() -> Notify:
@@ -30,9 +28,7 @@ def notifier() -> Notify:
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
         # A failure is ignored: systemd's watchdog notices a silent service.
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as out:
-            # No wait for a heartbeat: the next one comes in a second, and this thread
-            # answers nobody while it waits.
-            out.settimeout(0.0 if state == ALIVE else WAIT_S)
+            out.setblocking(False)
             out.sendto(state.encode(), path)
 
     return send

@@ -6,12 +6,10 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
 
-from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.protocol import messages
 
 MAX_TRACES = 32
@@ -54,23 +52,6 @@ class StepTrace:
         return {"traceEvents": steps, "displayTimeUnit": "ms", "otherData": {"result": summary}}
 
 
-def check_directory(directory: Path) -> None:
-    """Make the directory and check that it takes files, before the first slow plan needs it.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=directory):
-            pass
-    except OSError as e:
-        raise ConfigError(
-            f"serve.trace_dir must be a directory that can be written "
-            f"(got {directory}: {e.strerror})"
-        ) from e
-
-
 def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
     """Write a trace and delete the oldest ones. Returns its path.
 
@@ -78,23 +59,10 @@ def write(directory: Path, id: str, trace: dict[str, Any]) -> Path:
         OSError: the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kept = sorted((path for path in directory.glob(f"*{SUFFIX}") if _number(path)), key=_number)
+    kept = sorted(directory.glob(f"[0-9]*-*{SUFFIX}"))
     # Delete before writing, so that a disk full of traces has space again.
     for old in kept[: 1 - MAX_TRACES]:
         old.unlink(missing_ok=True)
-    # Above all existing numbers, even if the machine's clock has gone back.
-    number = max(time.time_ns(), 1 + max(map(_number, kept), default=0))
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", id)
-    path = directory / f"{number}-{name}{SUFFIX}"
-    try:
-        path.write_bytes(msgspec.json.encode(trace))
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+    path = directory / f"{time.time_ns()}-{re.sub(r'[^A-Za-z0-9_.-]', '_', id)}{SUFFIX}"
+    path.write_bytes(msgspec.json.encode(trace))
     return path
-
-
-def _number(path: Path) -> int:
-    """Return the number that orders traces, ns since 1970; 0 for a file that is not a trace."""
-    found = re.match("([0-9]+)-", path.name)
-    return int(found[1]) if found else 0

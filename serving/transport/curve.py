@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -24,35 +23,30 @@ CLIENTS = "clients"
 
 
 def keygen(directory: Path) -> None:
-    """Make CURVE keys for a server and for one client, and allow that client to connect. On failure
-    no key is left behind.
+    """Make CURVE keys for a server and for one client, and allow that client to connect.
 
     Raises:
         ConfigError: keys exist already, or the directory cannot be written.
     """
-    with ExitStack() as failed:
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            clients = directory / CLIENTS
-            clients.mkdir(mode=0o700, exist_ok=True)
-            for name in (SERVER, CLIENT):
-                public, secret = (key.decode() for key in zmq.curve_keypair())
-                _write(directory / f"{name}{SECRET}", secret, failed)
-                _write(directory / f"{name}{PUBLIC}", public, failed)
-                if name == CLIENT:
-                    _write(clients / f"{name}{PUBLIC}", public, failed)
-        except OSError as e:
-            raise ConfigError(
-                f"{directory} must be a directory without keys, in which they can be written "
-                f"(got: {e.strerror}: {e.filename or directory})"
-            ) from e
-        failed.pop_all()
+    clients = directory / CLIENTS
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clients.mkdir(mode=0o700, exist_ok=True)
+        for name in (SERVER, CLIENT):
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+            _write(directory / f"{name}{SECRET}", secret)
+            _write(directory / f"{name}{PUBLIC}", public)
+        _write(clients / f"{CLIENT}{PUBLIC}", public)
+    except OSError as e:
+        raise ConfigError(
+            f"{directory} must be a directory without keys, in which they can be written "
+            f"(got: {e.strerror}: {e.filename or directory})"
+        ) from e
 
 
-def _write(path: Path, key: str, failed: ExitStack) -> None:
+def _write(path: Path, key: str) -> None:
     # Created with its final mode, so that other users can never read it.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    failed.callback(path.unlink)
     with os.fdopen(fd, "w") as file:
         file.write(key + "\n")
 

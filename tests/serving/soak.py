@@ -103,12 +103,7 @@ def control(package: str, count: int) -> Rows:
             while planner.health()["state"] != "busy":
                 time.sleep(0.01)
             for op in ("ping", "health", "stats", "hello"):
-                ask = {
-                    "ping": planner.ping,
-                    "health": planner.health,
-                    "stats": planner.stats,
-                    "hello": planner.hello,
-                }[op]
+                ask = getattr(planner, op)
                 times: list[float] = []
                 for _ in range(count):
                     begin = time.perf_counter()

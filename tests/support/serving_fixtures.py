@@ -4,13 +4,10 @@ until a test lets it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -168,11 +165,9 @@ class House:
         self._stack.callback(held.close)
         return server, held
 
-    def running(
-        self, *, config: dict[str, Any] | None = None, **plan: Any
-    ) -> tuple[HeldBackend, Peer]:
+    def running(self, **plan: Any) -> tuple[HeldBackend, Peer]:
         """The backend of a held server that has begun this plan, and the plan's client."""
-        server, held = self.held(**config or {})
+        server, held = self.held()
         peer = self.peer(server)
         peer.send(**plan)
         assert held.waiting.wait(PATIENCE_S)
@@ -198,18 +193,6 @@ class House:
 
     def close(self) -> None:
         self._stack.close()
-
-
-@pytest.fixture
-def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """pytest's directory for a test; another one if its path leaves no space for a socket's name,
-    since the whole address of a unix socket has at most 107 bytes.
-    """
-    if len(os.fsencode(tmp_path)) <= 80:
-        yield tmp_path
-        return
-    with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
 
 
 @pytest.fixture

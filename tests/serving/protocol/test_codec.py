@@ -5,7 +5,6 @@ with one is refused by name.
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import msgspec
@@ -61,49 +60,6 @@ def test_what_no_reply_could_repeat_is_refused_by_name(body: bytes, field: str |
     assert (error.code, error.field) == ("bad_request", field)
     assert " must be " in error.message
     assert JSON.encode(errors.error_reply(error, "a"))
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (b'"prompt":"a\\ud800b"', "prompt must be Unicode text (got half a surrogate pair in "),
-        (b'"prompt":"\\\\ud800","session":"\\uD800\\u0041"', "session must be Unicode text"),
-        (b'"prompt":"x","\\ud800":1', "\ufffd must be Unicode text"),
-    ],
-)  # fmt: skip
-def test_half_a_surrogate_pair_is_refused_by_its_field(text: bytes, shown: str) -> None:
-    body = b'{"op":"plan","id":"a",' + text + b"}"
-    assert codec.head_of(JSON, body).id == "a", "the refusal names its request"
-    error = refused(body)
-    assert error.message.startswith(shown)
-    assert error.field == shown.partition(" ")[0]
-    assert JSON.encode(errors.error_reply(error, "a"))
-
-
-def test_no_escape_of_a_broken_body_costs_a_call() -> None:
-    # Meanwhile no other client is answered, and a body may hold half a million escapes.
-    for escapes in (rb"\n" * 9000, rb"\ud83d\ude00" * 2000, rb"\ud800" * 9000):
-        calls = 0
-
-        def count(frame: object, event: str, arg: object) -> None:
-            nonlocal calls
-            calls += 1
-
-        sys.setprofile(count)
-        try:
-            refused(b'{"op":"plan","id":"a","prompt":"' + escapes)
-        finally:
-            sys.setprofile(None)
-        assert calls < 1000
-
-
-def test_whole_surrogate_pairs_are_text_and_broken_bodies_stay_broken() -> None:
-    request = read(b'{"op":"plan","prompt":"\\ud83d\\ude00 \\\\ud800"}')
-    assert isinstance(request, messages.PlanRequest)
-    assert request.prompt == "\U0001f600 \\ud800"
-    twice = b'{"op":"plan","prompt":"\\ud800","prompt":"x"}'
-    for body in (twice, b'{"op":"plan","prompt":"\\ud800" x}', b'{"\\ud8'):
-        assert refused(body).message.startswith("body must be valid JSON (got: ")
 
 
 def test_fields_of_ones_own_are_ignored_and_others_are_not() -> None:
