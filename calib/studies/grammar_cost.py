@@ -1,10 +1,8 @@
 """What one block under a grammar costs on the CPU, for the tokenizer of a checkpoint or package.
 
-    python -m thor_dflash.calib.studies.grammar_cost models/planner-nano/target \\
-        [--ids 248320] [--walks 3000]
+    python -m thor_dflash.calib.studies.grammar_cost models/planner-nano/target [--ids 248320]
 
-`--ids` fills the vocabulary up with random words, for the cost of one of that size. `--walks`
-follows the grammar at random so many times and watches for failures and memory.
+`--ids` fills the vocabulary up with random words, for the cost of one of that size.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import shutil
 import sys
 import tempfile
@@ -89,31 +86,11 @@ def blocks(grammar: Grammar, tokens: list[int]) -> tuple[list[float], list[float
     return walks, masks
 
 
-def wander(grammar: Grammar, count: int) -> tuple[int, float]:
-    """Masks made on random walks, and ms of the longest."""
-    rng, made, worst, vocabulary = random.Random(2), 0, 0.0, grammar.vocabulary
-    for _ in range(count):
-        matcher, row = grammar.matcher.deep_copy(), np.zeros((1, vocabulary.words), np.int32)
-        for _ in range(60):
-            begin = time.perf_counter()
-            vocabulary.masks(matcher, [], row)
-            worst, made = max(worst, 1e3 * (time.perf_counter() - begin)), made + 1
-            ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            assert ids.size, matcher.get_error()
-            token = int(rng.choice(list(ids)))
-            if token in vocabulary.stop:
-                break
-            taken = matcher.consume_token(token)
-            assert taken, matcher.get_error()
-    return made, worst
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments, run, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--ids", type=int, default=0)
-    parser.add_argument("--walks", type=int, default=0)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         directory = filled(args.tokenizer, args.ids, Path(folder))
@@ -128,13 +105,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, times in zip(("walk", "masks"), blocks(grammar, plan(text)), strict=True):
             low, high = np.percentile(times, [50, 99])
             print(f"  {name}: median {low:.0f} us, 99th percentile {high:.0f} us")
-    if args.walks:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        made, worst = wander(grammars.compile(schema), args.walks)
-        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(
-            f"{args.walks} walks, {made} masks, longest {worst:.1f} ms, {more / 1024:.0f} MB more"
-        )
 
 
 if __name__ == "__main__":

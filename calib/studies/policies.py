@@ -1,4 +1,4 @@
-"""What each decoding policy costs and gains on planner-nano.
+"""What relaxed acceptance and the width of a block cost and gain on planner-nano.
 
 python -m thor_dflash.calib.studies.policies --target DIR --drafter DIR [--json] [SECTION ...]
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -24,28 +23,18 @@ from typing import Literal
 from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
-from thor_dflash.calib.studies.noise_drafter import NoiseDrafter
-from thor_dflash.calib.studies.replay_baseline import Replay
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.decode import (
-    NO_BUDGET,
-    NO_DRAFT_LIMITS,
-    BudgetConfig,
-    DraftConfig,
     RelaxedConfig,
 )
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.decoding.telemetry import PhaseTotals
-from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
-from thor_dflash.runtime.session import Request, RequestReport, Session, TokenChunk, open_session
+from thor_dflash.runtime.session import RequestReport, Session, TokenChunk, open_session
 from thor_dflash.runtime.text.thinking import Thinking
 
 WIDTHS = (4, 8)
 CLOCK = time.process_time
-GATED, ROUNDS = 300, 3
-"""Tokens of an answer the gate is measured on, and how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +68,17 @@ class StudyPackages:
     target: Path
     drafter: Path
     count: int
-    _open: dict[tuple[str, int], Session] = field(default_factory=dict[tuple[str, int], Session])
+    _open: dict[int, Session] = field(default_factory=dict[int, Session])
 
-    def session(self, saves: Literal["records", "states"] = "records", block: int = 0) -> Session:
-        """The package with these saves, opened with this width."""
-        path = self.root / saves
+    def session(self, block: int = 0) -> Session:
+        """The package, opened with this width."""
+        path = self.root / "package"
         if not path.exists():
-            config = BuildConfig(saves=saves, widths=WIDTHS)
-            build(self.target, self.drafter, path, config, Silent())
-        if (saves, block) not in self._open:
+            build(self.target, self.drafter, path, BuildConfig(widths=WIDTHS), Silent())
+        if block not in self._open:
             engine = EngineConfig(block=block, threads=1)
-            self._open[saves, block] = open_session(path, engine, Silent())
-        return self._open[saves, block]
+            self._open[block] = open_session(path, engine, Silent())
+        return self._open[block]
 
     @property
     def tasks(self) -> list[Task]:
@@ -103,17 +91,10 @@ class StudyPackages:
             session.close()
 
 
-def ask(
-    session: Session,
-    task: Task,
-    *,
-    budget: BudgetConfig = NO_BUDGET,
-    relaxed: RelaxedConfig | None = None,
-    draft: DraftConfig = NO_DRAFT_LIMITS,
-) -> PolicyRun:
+def ask(session: Session, task: Task, *, relaxed: RelaxedConfig | None = None) -> PolicyRun:
     """Plan one task and judge the plan."""
     request = script.request_of(session, task)
-    request = replace(request, budget=budget, relaxed=relaxed, draft=draft)
+    request = replace(request, relaxed=relaxed)
     ran = run(session, request.prompt, session.generate(request))
     answer = script.answer_of(session, request.prompt, ran.tokens)
     return replace(ran, valid=judge(task, answer).valid)
@@ -166,30 +147,6 @@ def valid(runs: Sequence[PolicyRun]) -> str:
     return f"{sum(r.valid for r in runs)}/{len(runs)}"
 
 
-def budgets(bench: StudyPackages) -> Iterator[script.Table]:
-    """Decode speed with a budget that never fires, and with one that does."""
-    session = bench.session()
-    free, idle, cut = list[PolicyRun](), list[PolicyRun](), list[PolicyRun]()
-    for task in bench.tasks:
-        free.append(ask(session, task))
-        idle.append(ask(session, task, budget=BudgetConfig(tokens=300, reply=212)))
-        assert idle[-1].tokens == free[-1].tokens
-        thought = free[-1].report.phases["thinking"].committed
-        budget = BudgetConfig(tokens=thought // 2, reply=256)
-        cut.append(ask(session, task, budget=budget))
-    rows = [
-        (name, speed(runs), faster(runs, free), length_of(runs), valid(runs))
-        for name, runs in (("none", free), ("inert", idle), ("at half the thoughts", cut))
-    ]
-    yield [("budget", "tok/s", "speed against none", "accept length", "valid"), *rows]
-    hard = [part(cut, phase) for phase in ("thinking", "closing", "answer")]
-    yield [
-        ("phase, closed by force", "blocks", "tokens", "drafted", "accepted"),
-        *((n, p.cycles, p.committed, p.drafted, p.accepted)
-          for n, p in zip(("thinking", "closing", "answer"), hard, strict=True)),
-    ]  # fmt: skip
-
-
 def relaxing(bench: StudyPackages) -> Iterator[script.Table]:
     """Accept length and speed of thinking, and the plans that come of it."""
     session, rules = bench.session(), (None, RelaxedConfig(), RelaxedConfig(rule="delta"))
@@ -211,98 +168,6 @@ def _pace(runs: Sequence[PolicyRun]) -> float:
     return part(runs, "thinking").committed / sum(r.thinking_s for r in runs)
 
 
-def _texts(
-    session: Session, bench: StudyPackages
-) -> Iterator[tuple[str, tuple[int, ...], Proposer]]:
-    rng = Random(5)
-    noise = tuple(rng.randrange(session.manifest.vocab_limit) for _ in range(120))
-    again = tuple(script.tokenizer_of(session).encode("the cup is on the table. " * 12))
-    yield "random tokens", noise, DflashDrafter()
-    yield "verbatim repetition", again, DflashDrafter()
-    yield "noise for drafts", script.request_of(session, bench.tasks[0]).prompt, NoiseDrafter()
-    for task in bench.tasks[:3]:
-        yield f"ordinary, {task.family}", script.request_of(session, task).prompt, DflashDrafter()
-
-
-def gates(bench: StudyPackages) -> Iterator[script.Table]:
-    """Degenerate and ordinary texts: plain, drafted and gated in turns."""
-    session, costs = bench.session(), StepCosts()
-    rows: list[Sequence[object]] = []
-    for name, prompt, proposer in _texts(session, bench):
-        stop = session.manifest.stop_tokens if name.startswith("ordinary") else ()
-        request = Request(prompt=prompt, max_tokens=GATED, stop=frozenset(stop))
-        plain, drafted, gated = list[PolicyRun](), list[PolicyRun](), list[PolicyRun]()
-        for _ in range(ROUNDS):
-            plain.append(run(session, prompt, session.run(request, NoDrafter())))
-            drafted.append(run(session, prompt, session.run(request, proposer)))
-            gate = SpeculationGate(costs, CLOCK, GateRule())
-            gated.append(run(session, prompt, session.run(request, proposer, (gate,))))
-            assert plain[-1].tokens == drafted[-1].tokens == gated[-1].tokens
-        skipped = sum(n.cycles for n in gated[-1].report.notes if n.why == "drafts do not pay")
-        cycles = gated[-1].report.spec.cycles
-        times = 1 / faster(drafted, plain), 1 / faster(gated, plain)
-        rows.append((name, length_of(drafted), costs.even, *times, f"{skipped}/{cycles}"))
-    head = ("text", "accept length ungated", "even", "drafted / plain, time",
-            "gated / plain, time", "gated blocks")  # fmt: skip
-    yield [head, *rows]
-
-
-def options(bench: StudyPackages) -> Iterator[script.Table]:
-    """Accept length as a function of each drafter option."""
-    session = bench.session()
-    window = min(layer.window for layer in session.manifest.drafter.layers if layer.window) \
-        if session.manifest.drafter else 0  # fmt: skip
-    ladder = (16, 32, 64, 128, 256)
-    tries = [("as made", NO_DRAFT_LIMITS)]
-    tries += [(f"window {n}", DraftConfig(window=n)) for n in ladder if n < window]
-    tries += [(f"full {n}", DraftConfig(full=n)) for n in ladder]
-    tries += [(f"context {n}", DraftConfig(context=n)) for n in (1, *ladder)]
-    tries += [(f"seed {n}", DraftConfig(seed=n)) for n in (1, *ladder)]
-    rows: list[Sequence[object]] = []
-    for name, draft in tries:
-        runs = [ask(session, task, draft=draft) for task in bench.tasks]
-        rows.append((name, length_of(runs)))
-    yield [("drafter sees", "accept length"), *rows]
-
-
-def rollbacks(bench: StudyPackages) -> Iterator[script.Table]:
-    """Records, states, and the classic snapshot and replay."""
-    kept: dict[str, list[PolicyRun]] = {"records": [], "states": []}
-    for task in bench.tasks:
-        for saves in ("records", "states"):
-            kept[saves].append(ask(bench.session(saves), task))
-        assert kept["records"][-1].tokens == kept["states"][-1].tokens
-    rows: list[Sequence[object]] = []
-    for saves, runs in kept.items():
-        tensors = bench.session("records" if saves == "records" else "states").model.state.tensors
-        held = sum(t.spec.nbytes({}) for n, t in tensors.items() if n.startswith("gdn."))
-        rows.append((saves, f"{held / 1e6:.2f}", median(r.cycle_ms for r in runs), 1))
-    replayed = [_replay(bench.session(), t, r) for t, r in
-                zip(bench.tasks, kept["records"], strict=True)]  # fmt: skip
-    copied = median(copied for _, copied in replayed)
-    rows.append(("replay", f"{copied / 1e6:.2f} copied a cycle", median(m for m, _ in replayed), 2))
-    yield [("rollback", "recurrent state, MB", "ms a cycle", "verifies a cycle"), *rows]
-
-
-def _replay(session: Session, task: Task, run: PolicyRun) -> tuple[float, float]:
-    """Time of a cycle without its draft, ms, and bytes copied; the drafts are half right."""
-    truth = run.tokens
-
-    def guess(tokens: Sequence[int]) -> list[int]:
-        return [*truth[len(tokens) : len(tokens) + 5], 0]
-
-    replay = Replay(session, guess)
-    prompt = script.request_of(session, task).prompt
-    start = CLOCK()
-    replay.answer(prompt, 0)
-    prefilled = CLOCK()
-    got = replay.answer(prompt, len(truth))
-    spent = CLOCK() - prefilled - (prefilled - start)
-    assert tuple(got) == truth
-    cycles = replay.verifies / 2
-    return 1e3 * spent / cycles, replay.copied / cycles
-
-
 def widths(bench: StudyPackages) -> Iterator[script.Table]:
     """The same tokens in blocks of 4, 8 and 16 rows."""
     every = (*WIDTHS, 0)
@@ -320,11 +185,7 @@ def widths(bench: StudyPackages) -> Iterator[script.Table]:
 
 
 SECTIONS: dict[str, Callable[[StudyPackages], Iterator[script.Table]]] = {
-    "budget": budgets,
     "relaxed": relaxing,
-    "gate": gates,
-    "drafter": options,
-    "rollback": rollbacks,
     "width": widths,
 }
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from support.checkpoints import (
@@ -157,15 +156,6 @@ def test_options_must_fit(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
 
 
-def test_a_block_must_leave_space_for_a_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """The message names the block, which is configured, not the capacity, which is not."""
-    longest = read_target(pair[0]).dims.max_position
-    for block in (longest, 2**62):
-        message = rf"build.block must be <= {longest - 2}: .* is {longest}, .* \(got {block}\)"
-        with pytest.raises(ConfigError, match=message):
-            build(pair[0], None, tmp_path / "p", BuildConfig(block=block), Silent())
-
-
 def only_attention(target: Path, drafter: Path) -> None:
     config = read_config(target)
     text = config.get("text_config", config)
@@ -188,30 +178,6 @@ def test_a_pair_that_does_not_fit_leaves_nothing(
     with pytest.raises(CheckpointError, match=message):
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
-
-
-def test_ctrl_c_while_writing_leaves_nothing(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("thor_dflash.builders.output.weight_files.WeightFiles.write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        build(*pair, tmp_path / "p", BuildConfig(), Silent())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "target"]
-
-
-def test_stored_bytes_are_the_checkpoint_s(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    build(*pair, tmp_path / "p", BuildConfig(), Silent())
-    matrix = read_target(pair[0]).matrix("layers.1.mlp.gate_proj")
-    model = onnx.load(str(tmp_path / "p" / "verify.onnx"), load_external_data=False)
-    [tensor] = [t for t in model.graph.initializer if t.name == "layers.1.mlp.gate_proj.weight"]
-    place = {e.key: e.value for e in tensor.external_data}
-    data = (tmp_path / "p" / place["location"]).read_bytes()
-    offset, length = int(place["offset"]), int(place["length"])
-    assert offset % 4096 == 0  # begins a page of memory, so that it can be mapped by itself
-    assert data[offset : offset + length] == np.ascontiguousarray(matrix.codes).tobytes()
 
 
 def test_a_build_of_other_inputs_is_not_resumed(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -238,18 +204,6 @@ def test_a_build_of_other_inputs_is_not_resumed(pair: tuple[Path, Path], tmp_pat
         base = key(BuildConfig())
 
 
-def test_a_build_beside_the_weights_is_resumed(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with `--target . --out planner`: the package and a log are no files of the checkpoint."""
-    killed(monkeypatch, *pair, pair[0] / "p", BuildConfig())
-    (pair[0] / "build.log").write_text("killed")
-    monkeypatch.setattr(
-        "thor_dflash.builders.output.weight_files.WeightFiles.write", lambda *_: 1 / 0
-    )
-    build(*pair, pair[0] / "p", BuildConfig(), Silent())
-
-
 def test_a_killed_build_of_other_options_is_not_mixed_in(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,20 +212,6 @@ def test_a_killed_build_of_other_options_is_not_mixed_in(
     killed(monkeypatch, *pair, tmp_path / "p", BuildConfig(kv="fp8"))
     assert (tmp_path / ".p.partial" / "verify.onnx").is_file()
     build(*pair, tmp_path / "p", BuildConfig(), Silent())
-    assert digests(tmp_path / "p") == digests(tmp_path / "clean")
-
-
-def test_a_killed_build_of_another_list_of_ids_is_not_mixed_in(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file that lists the draft vocabulary has the same name, but other contents."""
-    ids = tmp_path / "ids.json"
-    config = BuildConfig(draft_ids=str(ids))
-    ids.write_text(json.dumps([*range(40, 56)]))
-    killed(monkeypatch, *pair, tmp_path / "p", config)
-    ids.write_text(json.dumps([*range(1, 17)]))
-    for name in ("p", "clean"):
-        build(*pair, tmp_path / name, config, Silent())
     assert digests(tmp_path / "p") == digests(tmp_path / "clean")
 
 
@@ -308,24 +248,6 @@ def test_stop_ids_are_checked_before_anything_is_written(
     )
     with pytest.raises(CheckpointError, match=message):
         build(*pair, tmp_path / "p", BuildConfig(), Silent())
-
-
-def test_a_checkpoint_may_have_a_name_that_is_no_utf_8(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    target = pair[0].rename(tmp_path / "caf\udce9")
-    (target / "\udcff").touch()
-    build(target, pair[1], tmp_path / "p", BuildConfig(), Silent())
-    assert manifest.read(tmp_path / "p").sources["target"].directory == "caf\ufffd"
-
-
-def test_the_context_is_no_longer_than_the_drafter_s(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    mutate("max_position_embeddings", 200)(*pair)
-    assert build(*pair, tmp_path / "p", BuildConfig(), Silent()).capacity == 200
-    with pytest.raises(ConfigError, match=r"build.capacity must be 18 to 200"):
-        build(*pair, tmp_path / "q", BuildConfig(capacity=201), Silent())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import GEOMETRIES, write_target
 
 from thor_dflash.builders import build as builder
-from thor_dflash.builders.model_card import LENGTHS, RULE, TIERS, make_card
+from thor_dflash.builders.model_card import TIERS, make_card
 from thor_dflash.config.build import BuildConfig, CardConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Silent
@@ -54,17 +54,6 @@ def test_tiers_by_rule_are_shares_of_the_longest_answers_and_none_is_below_the_o
     assert tiers(CardConfig(), 262144) == by_rule
     assert tiers(CardConfig(medium=100), 262144) == (by_rule[0], by_rule[0], *by_rule[2:])
     assert tiers(CardConfig(), 1) == (1,) * 5
-
-
-def test_the_card_says_which_numbers_were_given() -> None:
-    assert make_card(CardConfig(), 2048).source == RULE
-    some = make_card(CardConfig(low=3, reply=20), 2048)
-    assert some.source == f"set at build: reply, low; the rest {RULE}"
-    every = make_card(CardConfig(**dict.fromkeys((*LENGTHS, *TIERS), 9) | {"reply": 8}), 99)  # type: ignore[arg-type]
-    assert (
-        every.source == "set at build: max_tokens, complex, reply, low, medium, high, x_high, max"
-    )
-    assert make_card(CardConfig(low=3, source="its makers"), 2048).source == "its makers"
 
 
 def test_a_card_is_refused_before_anything_is_written(

@@ -9,76 +9,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.samples import MANIFEST
 
 from thor_dflash.calib import demo
 from thor_dflash.calib.planbench.judge import Verdict
-from thor_dflash.core.progress import Lines
-
-
-class Gone(io.StringIO):
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-
-class Session:
-    """Stands in for a session: every answer is one token."""
-
-    tokenizer = SimpleNamespace(render=lambda *a, **k: "", encode=lambda text: [1])
-
-    def generate(self, *arguments: object) -> Any:
-        return iter([SimpleNamespace(tokens=(1,))])
-
-    run = generate
-
-    def report(self) -> None:
-        return None
-
-
-def test_off_a_terminal_it_says_that_it_is_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_introduce", "_stream", "_plan", "_numbers", "judge"):
-        monkeypatch.setattr(demo, name, lambda *a: SimpleNamespace(text=str))
-    written = io.StringIO()
-    show: Any = demo._show
-    show(
-        Console(file=io.StringIO()),
-        Session(),
-        MANIFEST,
-        demo.read_task(),
-        Lines(written, lambda: 0.0),
-    )
-    assert written.getvalue() == "timing it against its own plain decoding 6 runs\n"
-
-
-def test_a_closed_pipe_on_stdout_is_left_to_the_command_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(BrokenPipeError):
-        introduced(monkeypatch, Gone())
-
-
-def introduced(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO) -> None:
-    """Run the demo until it has introduced the model; then raise EOFError."""
-
-    def introduce(console: Console, *rest: object) -> None:
-        console.print("planner-nano")
-        raise EOFError
-
-    monkeypatch.setattr(demo, "build", lambda *a: MANIFEST)
-    monkeypatch.setattr(demo, "open_session", lambda *a: SimpleNamespace(tokenizer=1, close=bool))
-    monkeypatch.setattr(demo, "_introduce", introduce)
-    monkeypatch.setattr("sys.stdout", stdout)
-    demo.run(demo.Config(), Lines(io.StringIO()))
-
-
-def test_a_narrow_terminal_shows_every_character_of_a_plan() -> None:
-    args = {"object": "stylus_green", "on": "table"}
-    step = {"id": 1, "skill": "pick", "args": args, "on_fail": "retry"}
-    plan = {"goal": "x", "steps": [step], "needs_clarification": None}
-    console = Console(file=io.StringIO(), width=40)
-    with console.capture() as shown:
-        console.print(demo._plan(json.dumps(plan), Verdict(True, "")))
-    assert all(part in shown.get() for part in ("object=stylu ", "s_green,", "on=table"))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +35,6 @@ def test_brackets_in_an_answer_are_no_markup() -> None:
         console.print(demo._plan(json.dumps(plan), Verdict(False, "id must be 1")))
     for part in ("object=[/mug], on=[red]table", "[/1]", "[/retry]", "[mug->table]", "[/why]?"):
         assert part in shown.get()
-
-
-def test_every_count_above_0_is_visible_in_a_histogram() -> None:
-    assert demo.histogram((0, 1, 500, 1000)) == " ▁▄█"
-    assert demo.histogram((0, 0)) == "  "
 
 
 def test_the_speed_up_is_plain_over_drafted_of_the_medians() -> None:

@@ -2,75 +2,26 @@
 
 A process can load one version of the bindings, so each version is tested in a process of its own.
 Output shapes are not computed here: their IDimensionExpr exist only in a network of the real
-library. The stand-in (stand_in_trt.py) is used for them.
+library. The stand-in (trt_enums.py) is used for them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stand_ins.trt_stubs import FETCH_SECONDS, STORE, libraries
 from support.kernel_cases import taken_of
 from support.kernel_runner import rule_of
 
-from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN, VERSION
 from thor_dflash.plugins.cuda.enqueue import working
 from thor_dflash.plugins.launch import THOR, CallSite, Shaped
 from thor_dflash.plugins.tensorrt.node import KEYS, PluginNode, describe, tensor_of
-
-LEAN = "tensorrt_lean_cu13_libs"
-"""TensorRT's lean library, published for version 11: no builder, but the real plugin registry."""
-_NVINFER = """
-extern void *getPluginRegistry(void);
-void *getBuilderPluginRegistry(int capability) { return getPluginRegistry(); }
-void *createInferBuilder_INTERNAL(void *l, int v) { return 0; }
-"""
-
-
-def lean(version: str) -> Path:
-    """Returns the path of the lean library, which is fetched once.
-
-    Raises:
-        OSError, SubprocessError: it cannot be fetched.
-    """
-    site = STORE / f"lean-{version}"
-    if not site.is_dir():
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
-        partial = site.with_name(f"{site.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        subprocess.run(
-            [*pip, "--no-deps", "--only-binary=:all:", f"--target={partial}", f"{LEAN}=={version}"],
-            check=True,
-            timeout=FETCH_SECONDS,
-            capture_output=True,
-        )
-        partial.rename(site)
-    [found] = site.glob("*/libnvinfer_lean.so.*")
-    return found
-
-
-def lean_libraries(version: str, directory: Path) -> list[Path]:
-    """Returns what trt_stubs.libraries does, except that the plugin registry and the runtime are
-    those of the lean library, which comes first in the list.
-    """
-    real, stubs = lean(version), libraries(version, directory)
-    source = directory / "nvinfer.c"
-    source.write_text(_NVINFER)
-    [out] = [path for path in stubs if path.name.startswith("libnvinfer.so")]
-    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{out.name}", "-o", str(out), str(source)]
-    link = ["-Wl,--no-as-needed", f"-L{real.parent}", f"-l:{real.name}"]
-    subprocess.run([*command, *link], check=True, capture_output=True)
-    return [real, *stubs]
 
 
 # ---- in a process of its own -------------------------------------------------------------------
@@ -80,50 +31,21 @@ class BindingChecks:
     def __init__(self, trt: Any, plugin: Any) -> None:
         self.trt, self.module = trt, plugin
         self.types = {dtype: kind for kind, dtype in plugin.TYPES.items()}
-        self.registry = trt.get_plugin_registry()
         self.count = 0
 
     def all(self) -> dict[str, Any]:
-        """Check every operator; returns the bindings' version, whether they have a registry, and
-        the number of plugins.
-        """
+        """Check every operator; returns the bindings' version and the number of plugins."""
         for op in OPS:
             cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
-            creators = self.creators([node for _, node in cases])
+            table = {node.key: node for _, node in cases}
             for site, node in cases:
-                self.one(site, node)
+                self.one(self.module.Creator(node.op, THOR, None, table), site, node)
                 self.count += 1
-            if self.registry is not None:
-                self.module.deregister(self.registry, creators)
-                assert self.registry.get_creator(op.type, str(VERSION), DOMAIN) is None
-        return {
-            "version": self.trt.__version__,
-            "registry": self.registry is not None,
-            "plugins": self.count,
-        }
+        return {"version": self.trt.__version__, "plugins": self.count}
 
-    def creators(self, nodes: list[PluginNode]) -> Any:
-        """Register the nodes' creators, twice: the second time must fail. Without a registry,
-        return one creator.
-        """
-        self.table = {node.key: node for node in nodes}
-        if self.registry is None:
-            return [self.module.Creator(nodes[0].op, THOR, None, self.table)]
-        made = self.module.register(self.registry, THOR, None, nodes)
-        try:
-            self.module.register(self.registry, THOR, None, nodes)
-        except EngineError:
-            return made
-        raise AssertionError("registered twice")
-
-    def creator(self, node: PluginNode) -> Any:
-        if self.registry is None:
-            return self.module.Creator(node.op, THOR, None, self.table)
-        return self.registry.get_creator(node.kernels.op.type, str(VERSION), DOMAIN)
-
-    def one(self, site: CallSite, node: PluginNode) -> None:
+    def one(self, creator: Any, site: CallSite, node: PluginNode) -> None:
         """Make a plugin from its fields and again from its serialised fields; check both."""
-        trt, creator = self.trt, self.creator(node)
+        trt = self.trt
         assert [f.name for f in creator.field_names] == list(KEYS)
         halves = [np.array([half], np.int32) for half in node.key]
         kind = trt.PluginFieldType.INT32

@@ -1,9 +1,9 @@
 """A stand-in for the module `tensorrt` that records what our code asks of its builder and parser.
 
-It has the classes, methods and enumerations that our code uses and no others (test_stubs.py
-compares them with TensorRT's bindings). The parser makes plugin layers as TensorRT's does, by
-asking the registered creators; of a standard node it keeps type, attributes and declared tensors.
-Nothing is computed, and TensorRT may refuse what this accepts.
+It has the classes, methods and enumerations that our code uses and no others. The parser makes
+plugin layers as TensorRT's does, by asking the registered creators; of a standard node it keeps
+type, attributes and declared tensors. Nothing is computed, and TensorRT may refuse what this
+accepts.
 """
 
 from __future__ import annotations
@@ -58,10 +58,6 @@ class ITimingCache:
         return IHostMemory(self.data + b"+")
 
 
-DAMAGED, OTHER = b"damaged", b"of another device"
-"""Timing caches that TensorRT does not read, or does not take."""
-
-
 class IBuilderConfig:
     def __init__(self) -> None:
         self.builder_optimization_level = 3
@@ -84,12 +80,9 @@ class IBuilderConfig:
         self.flags.discard(flag)
 
     def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
-        damaged = serialized_timing_cache == DAMAGED
-        return None if damaged else ITimingCache(serialized_timing_cache)
+        return ITimingCache(serialized_timing_cache)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        if cache.data == OTHER:
-            return False
         self.cache, self.ignore_mismatch = cache, ignore_mismatch
         return True
 

@@ -68,14 +68,6 @@ def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
         assert not got.flags.writeable
 
 
-def test_a_prediction_head_may_lie_beside_the_model(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model.safetensors", {"a": TENSORS["a"]})
-    write_safetensors(tmp_path / "mtp.safetensors", {"b": TENSORS["b"]})
-    assert set(Shards.open(tmp_path)) == {"a", "b"}
-    write_safetensors(tmp_path / "mtp.safetensors", {"a": TENSORS["a"]})
-    refused(tmp_path, "a must be in one shard")
-
-
 def test_an_index_finds_each_tensor(tmp_path: Path) -> None:
     write_pair(tmp_path)
     (tmp_path / "mtp.safetensors").write_bytes(b"not in the index: not read")
@@ -84,16 +76,6 @@ def test_an_index_finds_each_tensor(tmp_path: Path) -> None:
     for name in shards:
         np.testing.assert_array_equal(shards.array(name), TENSORS[name])
     assert shards.entry("b").file.name == "two.safetensors"
-
-
-def test_an_empty_tensor_may_be_listed_after_one_that_begins_at_the_same_byte(
-    tmp_path: Path,
-) -> None:
-    header = {"a": entry(), "empty": entry(shape=[0], offsets=[0, 0])}
-    write_header(tmp_path / "model.safetensors", header, b"\1\2\3\4")
-    shards = Shards.open(tmp_path)
-    assert shards.array("a").tolist() == [1, 2, 3, 4]
-    assert shards.array("empty").shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,9 +33,6 @@ TIED = replace(SMALL, tied=True)
 P = SMALL.prefix
 MODELOPT_KV = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
 TENSORS_KV = ("self_attn.k_scale", "self_attn.v_scale")
-
-Config = dict[str, Any]
-Tensors = dict[str, Any]
 
 
 def hf_name(name: str) -> str:
@@ -139,24 +133,6 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     )
 
 
-def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(tmp_path: Path) -> None:
-    write_target(tmp_path, TIED, 0)
-    embedding = f"{P}embed_tokens.weight"
-    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t[embedding].copy()}))
-    assert len(read_target(tmp_path).matrix("lm_head").codes) == TIED.vocab
-
-
-def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
-    write_target(tmp_path, TIED, 0)
-    embedding = read_target(tmp_path).tensor("embed_tokens.weight")
-    changed = embedding.copy()
-    changed[-1, -1] += 1
-    for head in (changed, embedding.astype(np.float32), embedding.view(np.float16)):
-        change_tensors(tmp_path, lambda t, head=head: t.update({"lm_head.weight": head}))  # type: ignore[misc]
-        with pytest.raises(CheckpointError, match=r"lm_head\.weight must equal .*embed_tokens"):
-            read_target(tmp_path)
-
-
 @pytest.mark.parametrize(("names", "shape"), [(MODELOPT_KV, ()), (TENSORS_KV, (1,))])
 def test_calibrated_kv_scales_are_found(
     names: tuple[str, str], shape: tuple[int, ...], tmp_path: Path
@@ -174,25 +150,6 @@ def test_calibrated_kv_scales_are_found(
 FP8, FP4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "float"}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "algorithm", "used"),
-    [(None, None, True), (FP8, "FP8", True), (FP8, None, True), (FP4, None, False),
-     (None, "NVFP4", False), (FP8, "NVFP4", False)],
-)  # fmt: skip
-def test_kv_scales_for_another_cache_than_fp8_are_skipped_and_listed(
-    scheme: dict[str, object] | None, algorithm: str | None, used: bool, tmp_path: Path
-) -> None:
-    write_target(tmp_path, replace(SMALL, wrapper=True), 0)
-    stored = {f"{P}layers.3.{n}": np.float32(0.5) for n in MODELOPT_KV}
-    change_tensors(tmp_path, lambda t: t.update({n: np.array(x) for n, x in stored.items()}))
-    edit(tmp_path, ("quantization_config", {"kv_cache_scheme": scheme}))
-    table = {"quantization": {"kv_cache_quant_algo": algorithm}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(table))
-    checkpoint = read_target(tmp_path)
-    assert checkpoint.kv_scales(3) == ((0.5, 0.5) if used else None)
-    assert (set(checkpoint.skipped[:2]) == set(stored)) != used
-
-
 def test_whose_cache_scales_are_for_must_be_readable(tmp_path: Path) -> None:
     """Taken for absent, scales of an NVFP4 cache would be used for FP8."""
     write_target(tmp_path, SMALL, 0)
@@ -201,49 +158,3 @@ def test_whose_cache_scales_are_for_must_be_readable(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").symlink_to("gone")
     with pytest.raises(CheckpointError, match="must be a file .got a link to nothing"):
         read_target(tmp_path)
-
-
-@pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf])
-def test_a_bad_kv_scale_is_refused(bad: float, tmp_path: Path) -> None:
-    write_target(tmp_path, SMALL, 0)
-    stored = {f"{P}layers.3.{n}": np.float32(x) for n, x in zip(MODELOPT_KV, (1, bad), strict=True)}
-    change_tensors(tmp_path, lambda t: t.update({n: np.array(x) for n, x in stored.items()}))
-    with pytest.raises(CheckpointError, match=r"safetensors: .*v_scale must be a positive finite"):
-        read_target(tmp_path).kv_scales(3)
-
-
-def test_a_text_model_saved_from_a_wrapper_config_reads_the_same(tmp_path: Path) -> None:
-    write_target(tmp_path / "a", replace(SMALL, wrapper=True), 0)
-    write_target(tmp_path / "b", SMALL, 0)
-    assert read_target(tmp_path / "a").dims == read_target(tmp_path / "b").dims
-
-
-def test_layer_types_go_before_the_interval(tmp_path: Path) -> None:
-    flat = replace(SMALL, flat_rope=True)
-    write_target(tmp_path, flat, 0)
-    assert read_target(tmp_path).dims.layers == ("gdn", "gdn", "gdn", "attention")
-    edit(tmp_path, ("full_attention_interval", 2))
-    with pytest.raises(CheckpointError, match=re.escape(f"{P}layers.1.self_attn.q_proj.weight")):
-        read_target(tmp_path)
-    kinds = ["linear_attention"] * 3 + ["full_attention"]
-    edit(tmp_path, ("layer_types", kinds))
-    assert read_target(tmp_path).dims.layers == ("gdn", "gdn", "gdn", "attention")
-
-
-@pytest.mark.parametrize(
-    ("dialect", "name"),
-    [("modelopt", "input_scale"), ("compressed-tensors", "input_global_scale")],
-)
-def test_an_input_scale_that_is_not_valid_is_ignored(
-    dialect: Dialect, name: str, tmp_path: Path
-) -> None:
-    """Only a prefill with TensorRT's own products reads it, so it is no reason to refuse."""
-    write_target(tmp_path, SMALL, 0, dialect)
-    stem = "layers.0.mlp.up_proj"
-    scale = read_target(tmp_path).matrix(stem).input_scale
-    assert scale is not None
-    assert scale > 0
-    for bad in ([np.inf], [np.nan], [0], [-1], [1, 1]):
-        value = np.array(bad, np.float32)
-        change_tensors(tmp_path, lambda t, x=value: t.update({f"{P}{stem}.{name}": x}))  # type: ignore[misc]
-        assert read_target(tmp_path).matrix(stem).input_scale is None

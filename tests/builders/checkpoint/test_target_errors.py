@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from support.checkpoints import (
     ABSENT,
-    GEOMETRIES,
     Dialect,
     TargetGeometry,
     change_tensors,
@@ -40,13 +38,7 @@ def refused(directory: Path, part: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-REQUIRED = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    " num_key_value_heads head_dim linear_num_key_heads linear_num_value_heads"
-    " linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
-    " rms_norm_eps hidden_act tie_word_embeddings model_type rope_parameters.rope_theta"
-    " rope_parameters.partial_rotary_factor"
-)
+REQUIRED = "vocab_size rms_norm_eps hidden_act tie_word_embeddings rope_parameters.rope_theta"
 
 
 @pytest.mark.parametrize("key", REQUIRED.split(" "))
@@ -60,32 +52,21 @@ def test_a_key_that_is_missing_or_of_another_type_is_named(key: str, tmp_path: P
 CONFIG: list[tuple[str, object]] = [
     *(("hidden_size", value) for value in (True, 64.0, 0)),
     *(("rms_norm_eps", value) for value in (0, float("nan"), float("inf"), 10**400, True)),
-    ("linear_conv_kernel_dim", 1),
     ("hidden_act", "gelu"),
     ("attention_bias", True),
-    ("attention_bias", 0),
     ("attn_output_gate", False),
-    ("output_gate_type", "sigmoid"),
     ("num_experts", 512),
     ("model_type", "qwen3_next"),
     ("architectures", ["Qwen3_5MoeForCausalLM"]),
-    ("architectures", "Qwen3_5ForCausalLM"),
-    ("layer_types", [["linear_attention"]] * 4),
     ("layer_types", ["mamba"] * 4),
     ("rope_parameters.rope_type", "yarn"),
-    ("rope_parameters.type", "dynamic"),
-    ("rope_parameters.partial_rotary_factor", 2),
     ("rope_parameters.partial_rotary_factor", 3 / 64),
-    ("rope_parameters", {"full_attention": {"rope_theta": 1}}),
 ]
 OTHER: list[tuple[str, object, str]] = [
     # the error names another key than the one that was changed
     ("model_type", "qwen3_5", "text_config must be"),
     ("num_attention_heads", 3, f"{Q}.weight must be"),
-    ("num_key_value_heads", 3, "num_attention_heads must be"),
-    ("linear_num_key_heads", 4, "linear_num_value_heads must be"),
     ("layer_types", ["linear_attention"], "num_hidden_layers must be"),
-    ("rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling.type must be"),
     ("rope_theta", 1e6, "rope_parameters.rope_theta must be"),
 ]
 
@@ -99,36 +80,11 @@ def test_a_config_that_is_not_understood_is_refused(
     refused(edit(write_target(tmp_path, SMALL, 0), (key, value)), part)
 
 
-def test_layers_must_be_given_somehow(tmp_path: Path) -> None:
-    write_target(tmp_path, replace(SMALL, flat_rope=True), 0)
-    refused(edit(tmp_path, ("full_attention_interval", ABSENT)), "layer_types must be given")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_size", ABSENT), ("model_type", "llama"), ("tie_word_embeddings", True)],
-)
-def test_a_key_of_the_wrapper_is_named_with_its_path(
-    key: str, value: object, tmp_path: Path
-) -> None:
-    write_target(tmp_path, GEOMETRIES["27b"], 0)
-    refused(edit(tmp_path, (f"text_config.{key}", value)), f"json: text_config.{key} must be ")
-
-
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"model_type": "a", "model_type": "b"}'])
 def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     write_target(tmp_path, SMALL, 0)
     (tmp_path / "config.json").write_text(text)
     refused(tmp_path, "config.json")
-
-
-def test_what_is_no_directory_or_file_is_named(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "nowhere must be a checkpoint directory")
-    (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "file must be a checkpoint directory")
-    refused(tmp_path, "config.json must be a file")
-    (tmp_path / "config.json").mkdir()
-    refused(tmp_path, "config.json must be a file")
 
 
 def put(name: str, value: object) -> Callable[[Tensors], None]:
@@ -166,31 +122,15 @@ EXTRA = (
 TENSORS: list[tuple[Dialect, Callable[[Tensors], None], str]] = [
     *(("bf16", put(name, ONE), f"{name} must be absent") for name in EXTRA),
     ("bf16", drop(A_LOG), f"{A_LOG} must be "),
-    ("bf16", put(A_LOG, np.zeros(3, "f4")), f"{A_LOG} must be "),
     ("bf16", put(A_LOG, np.zeros(2, "i4")), f"{A_LOG} must be "),
-    ("bf16", reshape(CONV, 192, 4, 1), f"{CONV} must be "),
     ("bf16", drop(f"{Q}.weight"), f"{Q}.weight [512, 64] must be "),
-    ("bf16", reshape(f"{Q}.weight", 64, 512), f"{Q}.weight must be "),
-    ("bf16", drop("lm_head.weight"), "lm_head.weight [256, 64] must be "),
-    ("bf16", drop(EMBED), EMBED),
-    ("bf16", put(f"model.language_{EMBED}", ONE), "got model.language_model. and model."),
     ("bf16", put(KV[0], ONE), "must come together"),
-    ("bf16", put_both_kv, f"{KV[0]} must be one number"),
-    ("bf16", recast(f"{MLP}.weight", "i1"), f"{MLP}.weight must be "),
-    ("bf16", put(f"{MLP}.weight", np.zeros((96, 32), "u1")), f"{MLP}.weight_scale must be "),
     ("modelopt", drop(f"{MLP}.weight_scale"), f"{MLP}.weight_scale must be "),
-    ("modelopt", drop(f"{MLP}.weight_scale_2"), f"{MLP}.weight_scale_2 must be "),
     ("modelopt", put(f"{MLP}.weight_scale_2", [ONE, ONE]), f"{MLP}.weight_scale_2 must be "),
-    ("modelopt", recast(f"{MLP}.weight_scale_2", "f2"), f"{MLP}.weight_scale_2 must be "),
-    ("modelopt", recast(f"{MLP}.weight_scale", "u1"), f"{MLP}.weight_scale must be "),
     ("modelopt", put(f"{MLP}.weight_scale", np.ones((96, 2), FP8)), f"{MLP}.weight_scale must"),
-    ("modelopt", put(f"{MLP}.weight", np.zeros((96, 64), "u1")), f"{MLP}.weight must be "),
-    ("compressed-tensors", recast(f"{MLP}.weight_packed", "i4"), f"{MLP}.weight_packed must be "),
     ("compressed-tensors", drop(f"{MLP}.weight_global_scale"), "weight_global_scale must be "),
-    ("compressed-tensors", put(f"{MLP}.weight", ONE), f"{MLP}.weight must be absent"),
     ("compressed-tensors", put(f"{MLP}.weight_zero_point", ONE), "weight_zero_point must be abs"),
     ("fp8", drop(f"{Q}.weight_scale"), f"{Q}.weight_scale must be "),
-    ("fp8", put(f"{Q}.weight_scale", np.ones(3, "f4")), f"{Q}.weight_scale must be "),
     ("fp8", put(f"{Q}.weight_scale", np.ones((4, 2), "f4")), f"{Q}.weight_scale must be "),
 ]
 
@@ -201,20 +141,6 @@ def test_a_tensor_that_does_not_fit_is_named(
 ) -> None:
     change_tensors(write_target(tmp_path, SMALL, 0, dialect), change)
     refused(tmp_path, part)
-
-
-def test_columns_must_come_in_groups_of_sixteen(tmp_path: Path) -> None:
-    write_target(tmp_path, replace(SMALL, intermediate=112), 0, "modelopt")
-    name = "model.layers.0.mlp.down_proj.weight"
-    change_tensors(tmp_path, lambda t: t.update({name: t[name][:, :52]}))
-    refused(edit(tmp_path, ("intermediate_size", 104)), f"{name} must have a multiple of 16")
-
-
-def test_many_misfits_are_counted_and_a_few_named(tmp_path: Path) -> None:
-    edit(write_target(tmp_path, SMALL, 0), ("hidden_size", 80))
-    with pytest.raises(CheckpointError, match=r"; and \d\d more$") as caught:
-        read_target(tmp_path)
-    assert str(caught.value).count(" must be ") == 4
 
 
 SCALES: list[tuple[Dialect, str, object]] = [

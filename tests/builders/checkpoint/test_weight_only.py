@@ -92,9 +92,3 @@ def test_the_head_is_listed_beside_the_model(tmp_path: Path) -> None:
     checkpoint = read_target(tmp_path)
     assert checkpoint.matrix("lm_head").input_scale is None
     assert checkpoint.matrix(UP).input_scale is not None
-
-
-def test_the_files_are_not_read_where_no_rows_have_a_scale(tmp_path: Path) -> None:
-    with_tables(tmp_path, "bf16", None, None)
-    (tmp_path / "hf_quant_config.json").write_text("no JSON")
-    read_target(tmp_path)

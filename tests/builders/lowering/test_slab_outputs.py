@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from onnx import helper
 
 from thor_dflash.builders.lowering.lower import _Lowering
@@ -52,16 +50,6 @@ def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None
         assert not shares(calls, {**known, "o": ValueType(DType.BF16, shape)})
     (gate, rows, product), known = attended()
     assert not shares([rows, gate, product], known), "the gate is not there yet"
-
-
-def test_rows_are_prepared_for_the_first_of_two_products() -> None:
-    calls, known = attended()
-    calls.append(replace(calls[-1], name="second", inputs={"x": "o", "gate": "other"}))
-    model = helper.make_model(helper.make_graph([], "part", [], []))
-    _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls).share_rows()
-    [_, maker, first, second] = calls
-    assert (maker.inputs["next_gate"], maker.outputs["y0_slabs"]) == ("g", first.inputs["x_slabs"])
-    assert second.inputs == {"x": "o", "gate": "other"}
 
 
 def walked(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +14,7 @@ import pytest
 from support.samples import MANIFEST
 
 from thor_dflash.builders.output import atomic_package
-from thor_dflash.builders.output.atomic_package import AtomicPackage, check_out, parents
+from thor_dflash.builders.output.atomic_package import AtomicPackage
 from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import hash_file, read, render
 
@@ -82,12 +79,6 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path, error: BaseException) ->
     assert tree(tmp_path) == []
 
 
-def test_forgetting_to_finish_leaves_nothing_behind(tmp_path: Path) -> None:
-    with AtomicPackage(tmp_path / "pkg", "k") as stage:
-        stage.write("a", put(b"1"))
-    assert tree(tmp_path) == []
-
-
 def test_an_error_keeps_the_package_that_was_there(tmp_path: Path) -> None:
     out = tmp_path / "pkg"
     build(out, b"old")
@@ -110,14 +101,6 @@ def test_replaces_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swa
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
 
 
-def test_replaces_through_a_link(tmp_path: Path) -> None:
-    build(tmp_path / "real", b"old")
-    (tmp_path / "link").symlink_to("real")
-    build(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real/w/a.bin").read_bytes() == b"new"
-
-
 def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "dir").mkdir()
@@ -130,19 +113,6 @@ def test_refuses_what_is_no_package_before_any_work(tmp_path: Path) -> None:
         with pytest.raises(PackageError, match="must be writable .got: "):
             AtomicPackage(tmp_path / name / "pkg", "k").__enter__()
     assert tree(tmp_path) == ["dir", "dir/manifest.toml", "file", "loop"]
-
-
-def test_no_package_is_built_in_another(tmp_path: Path) -> None:
-    out = tmp_path / "pkg"
-    build(out, b"old")
-    (tmp_path / "link").symlink_to("pkg/w")
-    before = tree(tmp_path)
-    for inside in (out / "sub", out / "new" / "sub", out / "w", tmp_path / "link" / "sub"):
-        for begin in (check_out, lambda path: AtomicPackage(path, "k").__enter__()):
-            with pytest.raises(PackageError, match=rf"^--out must be outside .*, in {out}\)"):
-                begin(inside)
-    assert tree(tmp_path) == before
-    build(out, b"new")  # a package itself may be replaced
 
 
 def test_what_others_put_at_its_place_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -238,25 +208,6 @@ def test_of_two_builds_at_once_the_second_is_refused(tmp_path: Path) -> None:
     build(out, b"3")
 
 
-def test_a_lock_on_a_directory_that_is_renamed_before_it_is_locked_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial, lock = tmp_path / ".pkg.partial", fcntl.flock
-
-    def late(handle: int, how: int) -> None:
-        if not (tmp_path / "renamed").exists():
-            partial.rename(tmp_path / "renamed")
-            partial.mkdir()
-        lock(handle, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with (
-        AtomicPackage(tmp_path / "pkg", "k"),
-        pytest.raises(PackageError, match="one build at a time"),
-    ):
-        build(tmp_path / "pkg", b"2")
-
-
 def test_a_build_that_begins_while_the_old_package_is_deleted_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,72 +222,3 @@ def test_a_build_that_begins_while_the_old_package_is_deleted_is_refused(
     monkeypatch.setattr(shutil, "rmtree", second)
     build(out, b"new")
     assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
-
-
-def refused(code: int) -> Callable[[Path], None]:
-    """Returns a writer of files that the system refuses with this errno."""
-
-    def write(path: Path) -> None:
-        raise OSError(code, os.strerror(code), str(path))
-
-    return write
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_one_line(tmp_path: Path, code: int) -> None:
-    with (
-        pytest.raises(PackageError, match=r"^the disk must have space for .*: no space left"),
-        AtomicPackage(tmp_path / "pkg", "k") as stage,
-    ):
-        stage.write("a", refused(code))
-    assert tree(tmp_path) == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "broken")])
-def test_an_error_before_the_first_file_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def flush(handle: int) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", flush)
-        with pytest.raises((KeyboardInterrupt, PackageError)):
-            AtomicPackage(tmp_path / "new" / "pkg", "k").__enter__()
-    assert tree(tmp_path) == []
-    build(tmp_path / "new" / "pkg", b"1")
-
-
-def test_directories_above_it_that_cannot_all_be_made_are_removed(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "deep" / ("x" * 300) / "pkg"
-    with pytest.raises(PackageError, match=r"must be writable \(got: File name too long\)"):
-        AtomicPackage(out, "k").__enter__()
-    with pytest.raises(OSError, match="File name too long"), parents(out):
-        pass
-    assert tree(tmp_path) == []
-
-
-def test_what_a_writer_left_beside_its_file_is_no_part_of_the_package(tmp_path: Path) -> None:
-    def untidy(path: Path) -> None:
-        path.write_bytes(b"1")
-        (path.parent / "scratch" / "deep").mkdir(parents=True)
-        (path.parent / "scratch" / "deep" / "x").touch()
-        (path.parent / "link").symlink_to("scratch")
-
-    with AtomicPackage(tmp_path / "pkg", "k") as stage:
-        stage.write("w/a.bin", untidy)
-        stage.finish(TEXT)
-    assert tree(tmp_path) == ["pkg", "pkg/manifest.toml", "pkg/w", "pkg/w/a.bin"]
-
-
-@pytest.mark.parametrize("name", [".p.partial", ".p.old"])
-def test_what_others_keep_beside_it_is_left_alone(tmp_path: Path, name: str) -> None:
-    other = tmp_path / name
-    other.mkdir()
-    (other / "thesis.tex").write_text("years")
-    if name == ".p.partial":
-        with pytest.raises(PackageError, match="must be free or a build that was stopped"):
-            build(tmp_path / "p", b"x")
-    else:
-        build(tmp_path / "p", b"x")
-    assert (other / "thesis.tex").read_text() == "years"

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.samples import MANIFEST
-from support.unprivileged import unprivileged
 
 from thor_dflash.builders.output import atomic_package
 from thor_dflash.builders.output.atomic_package import AtomicPackage
-from thor_dflash.core.errors import PackageError
 from thor_dflash.package.manifest import render
 
 
@@ -48,33 +46,3 @@ def test_a_package_stays_or_is_replaced_if_the_second_rename_fails(
     assert (out / "w/a").read_bytes() == (b"new" if late else b"old")
     build(out, b"newer")
     assert left(out) == (["p"], b"newer")
-
-
-def test_what_cannot_be_emptied_is_named(tmp_path: Path) -> None:
-    part = tmp_path / ".p.partial"
-    part.mkdir()
-    (part / atomic_package.JOURNAL).write_text("{}\n")
-    part.chmod(0o500)
-    message = rf"{part}/\{atomic_package.JOURNAL} must be writable \(got: Permission denied\)"
-    with unprivileged(), pytest.raises(PackageError, match=message):
-        build(tmp_path / "p", b"")
-
-
-@pytest.mark.parametrize("swap", [True, False])
-def test_an_old_package_that_stays_is_told_then_and_before_the_next_build(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    swap: bool,
-) -> None:
-    out, name = tmp_path / "p", ".p.partial" if swap else ".p.old"
-    build(out, b"old")
-    if not swap:
-        monkeypatch.setattr(atomic_package, "_exchange", lambda a, b: False)
-    monkeypatch.setattr(atomic_package, "_remove", lambda directory: False)
-    build(out, b"new")
-    message = f"note: {tmp_path / name}, the replaced package, cannot be deleted\n"
-    assert capsys.readouterr().err == message
-    with pytest.raises(PackageError, match=rf"\{name}\S* must be removable"):
-        AtomicPackage(out, "key").__enter__()
-    assert (out / "w/a").read_bytes() == b"new"

@@ -6,26 +6,19 @@ The recorder is our own; only a device can show that TensorRT accepts all this.
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import cast
 
 import pytest
 from stand_ins import trt_recorder as recorder
 from support.samples import verify
 from support.trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
 
-from thor_dflash.builders.build import make_plan, material
+from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt import package
 from thor_dflash.config.build import BuildConfig
-from thor_dflash.core.errors import EngineError
 from thor_dflash.core.model_dims import MIN_CONVERSATION
-from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import Program
@@ -181,18 +174,6 @@ def test_profiles_hold_every_size_a_session_may_ask_for(nano: Recorded) -> None:
     assert symbols == {"cache_rows", *(f"ring_rows.{i}" for i in range(len(found.drafter.layers)))}
 
 
-def test_profiles_hold_the_longest_step_whichever_it_is(tmp_path: Path) -> None:
-    config = replace(options(tmp_path), chunk=32, chunks=(128,))
-    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
-    plan = make_plan(target, drafter, config)
-    longest, ranges = target.dims.max_position, material(plan).ranges
-    assert ranges["cache_rows"].most >= cache_rows(longest, plan.shape.block, 128)
-    assert ranges["ring_rows.0"].least >= 128
-    for i, layer in enumerate(drafter.dims.layers):
-        most = ring_rows(layer.window, longest, plan.shape.block, 128)
-        assert ranges[f"ring_rows.{i}"].most >= most
-
-
 def needed(found: manifest.Manifest, symbol: str, capacity: int) -> int:
     """Returns the rows of a cache or ring (`symbol`) that a session of a capacity needs."""
     if symbol == "cache_rows":
@@ -222,50 +203,3 @@ def test_the_timing_cache_is_kept_by_version_device_and_kernels(tmp_path: Path) 
     again = record_hybrid(tmp_path, "bf16").engines
     given = [one.config.cache.data for one in again.values() if one.config.cache]
     assert given == [b"+" * (len(first) + i) for i in range(len(again))]
-
-
-@pytest.mark.parametrize("unfit", [recorder.DAMAGED, recorder.OTHER])
-def test_timings_that_are_not_taken_are_taken_again(tmp_path: Path, unfit: bytes) -> None:
-    record_hybrid(tmp_path, "bf16")
-    [file] = (tmp_path / "timings").iterdir()
-    file.write_bytes(unfit)
-    again = record_hybrid(tmp_path, "bf16").engines
-    assert file.read_bytes() == b"+" * len(again)
-
-
-def test_a_report_that_cannot_be_read_costs_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names and texts of plugins are in the inspector's JSON, which is not documented."""
-    report = lambda *_: '{"Layers": [{"Name": "a "quoted" name"}]}'  # noqa: E731
-    monkeypatch.setattr(recorder.EngineInspector, "get_engine_information", report)
-    words = r"prefill.plan must hold nothing .*got a report of its layers that is no JSON"
-    with pytest.raises(EngineError, match=words):
-        record_hybrid(tmp_path, "bf16")
-    made = record_hybrid(tmp_path, "bf16", inspect="note")
-    assert (
-        "INSPECTED: a report of its layers that is no JSON" in (made.out / package.LOG).read_text()
-    )
-    assert made.description("prefill").tactics == {}
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_driver_is_asked_for_the_device_and_closed(
-    monkeypatch: pytest.MonkeyPatch, refused: bool
-) -> None:
-    closed: list[str] = []
-    driver = SimpleNamespace(info="a Thor", close=lambda: closed.append("driver"))
-
-    def real(config: object, device: object, progress: object) -> object:
-        if refused:
-            raise EngineError("too old")
-        return device
-
-    monkeypatch.setattr(package, "Driver", lambda: driver)
-    name = "thor_dflash.builders.tensorrt.engine"
-    monkeypatch.setitem(
-        sys.modules, name, cast("ModuleType", SimpleNamespace(TensorRTBuilder=real))
-    )
-    with pytest.raises(EngineError, match="too old") if refused else nullcontext():
-        assert package.engine_builder(BuildConfig().tensorrt, Silent()) == "a Thor"
-    assert closed == ["driver"]

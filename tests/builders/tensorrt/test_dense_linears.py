@@ -23,7 +23,7 @@ from support.trt_builds import CHUNKS, HYBRID, Recorded, options, record_hybrid
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.tensorrt.dense_linears import DenseLinears, _up
+from thor_dflash.builders.tensorrt.dense_linears import DenseLinears
 from thor_dflash.builders.tensorrt.deployment_graph import DeploymentBuilder
 from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
@@ -115,16 +115,6 @@ def test_the_axis_that_is_cut_into_blocks_has_a_size_that_tensorrt_knows(
     assert shaped == read_target(modelopt.out.parent / "target").dims.layers.count("gdn")
 
 
-def test_weights_are_dequantised_as_modelopt_s_exporter_writes_it(modelopt: Recorded) -> None:
-    network = modelopt.engines["prefill"].network
-    chains = [above(network, one, 1) for one in network.layers if one.kind == "MatMul"]
-    found = [chain for chain in chains if chain[-1].kind == "DequantizeLinear"]
-    assert len(found) > 8
-    for chain in found:
-        assert [x.kind for x in chain] == ["Cast", "Transpose", "DequantizeLinear"]
-        assert [x.kind for x in above(network, chain[-1], 1)] == ["DequantizeLinear"]
-
-
 def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) -> None:
     prefill = modelopt.engines["prefill"].network
     assert prefill.initializers
@@ -133,16 +123,6 @@ def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) ->
     for name, one in modelopt.engines.items():
         assert name == "prefill" or not one.network.initializers
     assert not (modelopt.out / ".scratch").exists()
-
-
-def test_a_constant_is_the_checkpoints_weight(modelopt: Recorded, tmp_path: Path) -> None:
-    plan = make_plan(read_target(modelopt.out.parent / "target"), None, options(tmp_path))
-    stored = material(plan).stored
-    network = modelopt.engines["prefill"].network
-    for name, size in network.initializers.items():
-        value = stored.array(name).tobytes()
-        assert len(value) == size
-        assert value.startswith(network.beginnings[name])
 
 
 def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
@@ -194,12 +174,6 @@ def test_the_scale_of_rows_is_what_the_checkpoint_tells(
     plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
     [read] = set(material(plan).scales.values())
     assert read == pytest.approx(scale, rel=1e-6)
-
-
-def test_prefill_linears_can_be_made_plugins_by_configuration(tmp_path: Path) -> None:
-    made = record_hybrid(tmp_path, "modelopt", prefill_linears="plugin").engines
-    assert {"prefill", f"prefill.chunk{CHUNKS[1]}"} <= made.keys()
-    assert not [x for x in made["prefill"].network.layers if x.kind == "MatMul"]
 
 
 # ---- what the nodes compute -------------------------------------------------------------------
@@ -341,22 +315,3 @@ def model_of(one: Linear) -> onnx.ModelProto:
     opsets = [helper.make_opsetid(name, n) for name, n in one.sheet.domains.items()]
     graph = helper.make_graph(one.sheet.nodes, "linear", inputs, outputs, constants)
     return helper.make_model(graph, opset_imports=opsets, ir_version=11)
-
-
-@pytest.mark.parametrize("scale", [0.01, 1.0, 1 + 2.0**-20, 1 + 2.0**-8, 1.999, 3e-5])
-def test_the_scale_of_rows_is_rounded_up(scale: float) -> None:
-    assert float(_up(scale)) == up(scale) >= np.float32(scale)
-
-
-def test_the_scale_of_rows_is_one_number_on_both_sides(modelopt: Recorded) -> None:
-    layers = modelopt.engines["prefill"].network.layers
-    made = {t.name: layer for layer in layers for t in layer.outputs}
-    quantisers = [layer for layer in layers if layer.kind == "TRT_FP4DynamicQuantize"]
-    assert quantisers
-    for layer in quantisers:
-        there = onnx.numpy_helper.to_array(made[layer.inputs[1].name].fields["value"])
-        [back] = [x for x in layers if layer.outputs[1] in x.inputs]
-        here = onnx.numpy_helper.to_array(made[back.inputs[1].name].fields["value"])
-        assert here.dtype == BF16
-        assert float(here) == float(there) >= 0.01
-        assert back.kind == "DequantizeLinear"

@@ -15,7 +15,6 @@ from support.trt_builds import HYBRID, NANO, options
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.tensorrt import parser_rules
 from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.builders.tensorrt.parser_rules import deployed_problems
 from thor_dflash.plugins import OPS
@@ -94,28 +93,16 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "clash": (lambda m: rename_type(m, "Gather"), "must begin with Thor, as no operator"),
     "unknown": (lambda m: m.graph.node[0].ClearField("domain"), "no operator of ONNX"),
     "list": (lambda m: add(m, "sizes", [1, 2]), "sizes must be a number or text"),
-    "wide": (lambda m: add(m, "wide", 2**31), "wide must fit in 32 bits"),
-    "opset": (lambda m: opset(m, 17), "opset 17"),
     "left out": (lambda m: m.graph.node[1].input.append(""), "an input left out"),
     "order": (swap, "is read before anything makes it"),
-    "twice": (lambda m: m.graph.node.append(m.graph.node[0]), "made 2 times"),
     "same": (lambda m: rename(m.graph.node[1], m.graph.node[0].name), "2 custom nodes named"),
-    "character": (lambda m: add(m, "word", "\u00e4"), "word must be ASCII"),
-    "untyped": (lambda m: m.graph.ClearField("value_info"), "of no declared type"),
     "output": (lambda m: m.graph.output.add(name="nobody"), "output nobody that nothing makes"),
-    "bytes": (lambda m: retype(m, TensorProto.UINT8), "of type UINT8"),
-    "function": (lambda m: m.functions.add(name="ThorGdn"), "a function ThorGdn"),
-    "empty": (lambda m: resize(m, 0), "of an empty or unknown size"),
     "huge": (lambda m: resize(m, 2**31), "elements, more than"),
 }
 
 
 def rename(node: onnx.NodeProto, name: str) -> None:
     node.name = name
-
-
-def set_text(model: onnx.ModelProto, name: str, value: bytes) -> None:
-    attribute(model.graph.node[0], name).s = value
 
 
 def rename_type(model: onnx.ModelProto, kind: str) -> None:
@@ -141,16 +128,6 @@ def test_a_broken_rule_is_named(what: str, deployed: dict[str, onnx.ModelProto])
     change, words = BREAKS[what]
     change(model)
     assert any(words in problem for problem in deployed_problems(model)), deployed_problems(model)
-
-
-def test_a_graph_of_too_many_bytes_is_named(
-    deployed: dict[str, onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = deployed["nano.verify"]
-    size = model.ByteSize()
-    for most, problems in ((size, []), (size - 1, [f"{size} bytes, more than {size - 1}"])):
-        monkeypatch.setattr(parser_rules, "LARGEST", most)
-        assert [p for p in deployed_problems(model) if "bytes" in p] == problems
 
 
 def test_a_graph_that_breaks_a_rule_is_not_built(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,14 +10,10 @@ from typing import Any, Self
 import pytest
 from stand_ins import trt_recorder as recorder
 from stand_ins.trt_parser import INetworkDefinition, ITensor
-from support.checkpoints import Dialect
-from support.trt_builds import NANO, maker, options, record, record_hybrid, recording
+from support.trt_builds import NANO, options, record, record_hybrid
 
-from thor_dflash.builders import build as builds
-from thor_dflash.builders.build import build
 from thor_dflash.builders.tensorrt.deployment_graph import deploy
-from thor_dflash.builders.tensorrt.package import LOG
-from thor_dflash.core.errors import ConfigError, EngineError, PackageError
+from thor_dflash.core.errors import ConfigError, EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package.launch_program import Program, Step, Value
 
@@ -107,20 +101,9 @@ def shown(monkeypatch: pytest.MonkeyPatch, change: Callable[[Report], object]) -
     monkeypatch.setattr(recorder, "_plan", plan)
 
 
-def by_name(plan: Report) -> None:
-    """The inspector lists layers by name alone."""
-    plan["Layers"] = [layer["Name"] for layer in plan["Layers"]]
-
-
 def by_profile(plan: Report) -> None:
     """The inspector lists every layer twice, as for two profiles."""
     plan["Layers"] *= 2
-
-
-def by_value(plan: Report) -> None:
-    """The inspector gives tactics under another key, and in capitals."""
-    for layer in plan["Layers"]:
-        layer["TacticValue"] = layer.pop("TacticName").upper()
 
 
 @pytest.mark.parametrize(
@@ -136,20 +119,6 @@ def test_an_engine_of_other_tensors_or_layers_is_refused(
     shown(monkeypatch, change)
     with pytest.raises(EngineError, match=rf"must hold nothing that the graph does not \({words}"):
         record_hybrid(tmp_path, "bf16")
-
-
-@pytest.mark.parametrize(("change", "dialect"), [(by_name, "bf16"), (by_value, "modelopt")])
-def test_other_forms_of_the_inspector_s_report_are_understood(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Report], object],
-    dialect: Dialect,
-) -> None:
-    shown(monkeypatch, change)
-    made = record_hybrid(tmp_path, dialect)
-    assert "INSPECTED" not in (made.out / LOG).read_text()
-    if change is by_value:
-        assert "MatMul GEMM_E2M1" in made.description("prefill").tactics.values()
 
 
 @pytest.mark.parametrize(
@@ -172,13 +141,6 @@ def test_a_tensor_that_lies_another_way_is_refused(
         record_hybrid(tmp_path, "modelopt")
 
 
-def test_what_the_inspector_finds_can_be_noted_instead(tmp_path: Path) -> None:
-    made = record_hybrid(tmp_path, "modelopt", "reformat", inspect="note")
-    lines = (made.out / LOG).read_text().splitlines()
-    assert lines[:2] == ["== prefill", "INSPECTED: 1 copies into another format: "
-                         "Reformatting CopyNode for x"]  # fmt: skip
-
-
 def test_a_plugin_that_is_missing_ends_the_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,17 +160,6 @@ def test_a_prefill_in_fp4_needs_scales_for_its_rows(tmp_path: Path) -> None:
         record(tmp_path / "p", NANO / "target", None, options(tmp_path, prefill_linears="tensorrt"))
     with pytest.raises(ConfigError, match="no NVFP4 weight"):
         record_hybrid(tmp_path, "bf16", prefill_linears="tensorrt")
-
-
-def test_a_machine_without_tensorrt_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.startswith("thor_dflash.builders.tensorrt.engine")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(EngineError, match="must have TensorRT's Python package"):
-        build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_old_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,61 +205,6 @@ def test_a_stop_reaches_tensorrt_and_comes_out_again(tmp_path: Path, at: str) ->
         record(tmp_path / "p", NANO / "target", None, options(tmp_path), _Stop(at))
     assert not (tmp_path / "p").exists()
     assert at == "finish" or not recorder.BUILT, "TensorRT stops at the next step"
-
-
-class _Bars(Silent):
-    """A progress report that keeps its bars: label, total, steps done, and whether each ended."""
-
-    def __init__(self) -> None:
-        self.shown: list[_Bar] = []
-
-    def task(self, label: str, total: int | None = None, unit: str = "") -> _Bar:  # type: ignore[override]
-        self.shown.append(_Bar(label, total))
-        return self.shown[-1]
-
-
-class _Bar:
-    def __init__(self, label: str, total: int | None) -> None:
-        self.state = [label, total, 0, "open"]
-
-    def advance(self, n: int) -> None:
-        self.state[2] = int(str(self.state[2])) + n
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *of: object) -> None:
-        self.state[3] = "ended"
-
-
-def test_no_phase_outlives_a_build_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def report(monitor: Any) -> bool:
-        monitor.phase_start("Building Engine", None, 2)
-        return False
-
-    bars = _Bars()
-    monkeypatch.setattr(recorder, "_report", report)
-    with pytest.raises(EngineError, match="must build"):
-        record(tmp_path / "p", NANO / "target", None, options(tmp_path), bars)
-    assert bars.shown[-1].state[2:] == [0, "ended"]
-
-
-def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recording():
-        engine = import_module("thor_dflash.builders.tensorrt.engine")
-
-        class Full(engine.EngineFileWriter):  # type: ignore[misc, name-defined]
-            def write(self, data: bytes) -> int:
-                self.failure = OSError(28, "No space left on device")
-                return 0
-
-        monkeypatch.setattr(engine, "EngineFileWriter", Full)
-        monkeypatch.setattr(builds, "engine_builder", maker)
-        recorder.FAULTS.clear()
-        with pytest.raises(PackageError, match="no space left on device"):
-            build(NANO / "target", None, tmp_path / "p", options(tmp_path), Silent())
 
 
 def test_a_step_that_reads_what_nobody_has_made_is_refused() -> None:

@@ -6,17 +6,11 @@ This shows that every call exists, not that it does what we expect.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
 import subprocess
 import sys
-from enum import IntEnum
-from functools import cache
 from pathlib import Path
 
 import pytest
-from stand_ins import trt_recorder as recorder
 from stand_ins import trt_stubs
 
 pytestmark = pytest.mark.slow
@@ -52,15 +46,6 @@ def build(builder: trt.Builder, network: trt.INetworkDefinition) -> bytes:
     profile.set_shape("x", (1,), (2,), "3")  # a word for a shape
     return builder.build_serialized_network(network, config)  # no bytes
 """
-TOO_NEW = """
-import tensorrt as trt
-print(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
-"""
-REMOVED = """
-import tensorrt as trt
-print(trt.BuilderFlag.FP16)
-"""
-OLDEST, *_, NEWEST = trt_stubs.VERSIONS
 
 
 @pytest.fixture(scope="session")
@@ -99,86 +84,4 @@ def test_wrong_calls_are_found_each_on_its_line(
     assert found == {i for i, line in enumerate(WRONG.splitlines(), 1) if "#" in line}
 
 
-def test_what_is_too_new_or_gone_is_found(typings: dict[str, Path], tmp_path: Path) -> None:
-    new, old = tmp_path / "new.py", tmp_path / "old.py"
-    new.write_text(TOO_NEW)
-    old.write_text(REMOVED)
-    assert [len(mypy(typings[v], str(new))) for v in (OLDEST, NEWEST)] == [1, 0]
-    assert [len(mypy(typings[v], str(old))) for v in (OLDEST, NEWEST)] == [0, 1]
-
-
 # ---- the recorder has no more than TensorRT ----------------------------------------------------
-
-OWN = {
-    "IDimensionExpr": {"value"},
-    "ILayer": {"inputs", "outputs", "kind", "plugin", "fields"},
-    "INetworkDefinition": {
-        *("inputs", "outputs", "layers", "flags"),
-        *("initializers", "beginnings", "declared"),
-    },
-    "IPluginRegistry": {"creators"},
-    "IOptimizationProfile": {"shapes"},
-    "IBuilderConfig": {"pools", "profiles", "cache", "ignore_mismatch"},
-    "ITimingCache": {"data"},
-}
-"""Class -> members that the recorder adds for the tests; TensorRT does not have them."""
-
-
-@cache
-def members(typings: Path) -> dict[str, dict[str, list[list[str]]]]:
-    """Returns class -> member -> parameters of each overload. Members of bases are included."""
-    tree = ast.parse((typings / "tensorrt" / "__init__.pyi").read_text())
-    classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-
-    def of(node: ast.ClassDef) -> dict[str, list[list[str]]]:
-        found: dict[str, list[list[str]]] = {}
-        for base in node.bases:
-            if isinstance(base, ast.Name) and base.id in classes:
-                found |= of(classes[base.id])
-        for part in node.body:
-            if isinstance(part, ast.FunctionDef):
-                names = [a.arg for a in (*part.args.posonlyargs, *part.args.args)]
-                found.setdefault(part.name, []).append(names)
-            elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                found[part.target.id] = []
-        return found
-
-    return {name: of(node) for name, node in classes.items()}
-
-
-def classes() -> list[type]:
-    return [
-        value
-        for name, value in vars(recorder).items()
-        if inspect.isclass(value)
-        and value.__module__.startswith("stand_ins.trt_")
-        and name != "Built"
-    ]
-
-
-def fits(mine: list[str], other: list[str]) -> bool:
-    """Whether the recorder's parameters are among TensorRT's. Those of some bindings have no names
-    (arg0, arg1): then only their number counts.
-    """
-    unnamed = any(re.fullmatch(r"arg\d+", name) for name in other)
-    return len(mine) == len(other) if unnamed else set(mine) <= set(other)
-
-
-@pytest.mark.parametrize("version", trt_stubs.VERSIONS)
-def test_the_recorder_has_nothing_that_tensorrt_has_not(
-    typings: dict[str, Path], version: str
-) -> None:
-    known = members(typings[version])
-    for one in classes():
-        assert one.__name__ in known, one
-        there = known[one.__name__]
-        for name, value in vars(one).items():
-            if name.startswith("_") or name in OWN.get(one.__name__, set()):
-                continue
-            if issubclass(one, IntEnum):
-                assert name in there, f"{one.__name__}.{name}"
-            elif inspect.isfunction(value):
-                mine = list(inspect.signature(value).parameters)
-                assert any(fits(mine, other) for other in there[name]), f"{one.__name__}.{name}"
-            elif not inspect.isclass(value):
-                assert name in there, f"{one.__name__}.{name}"

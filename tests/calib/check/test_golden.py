@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from support.loop_models import session
 
-from thor_dflash.calib.check.compare import logits, make, some_tokens
+from thor_dflash.calib.check.compare import make, some_tokens
 from thor_dflash.calib.check.golden import arrays, fits, read, same, sources
-from thor_dflash.cli import main
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
@@ -46,13 +45,6 @@ def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
         fits(read(path), session().model, str(path))
 
 
-def test_a_golden_as_it_was_made_fits(made: Mapping[str, Array], tmp_path: Path) -> None:
-    path = tmp_path / "g.npz"
-    np.savez(path, allow_pickle=False, **made)
-    fits(read(path), session().model, str(path))
-    fits(replace(read(path), taps=None), session().model, str(path))
-
-
 def test_what_was_made_of_another_drafter_is_refused() -> None:
     manifest = session().manifest
     made = sources(manifest)
@@ -62,16 +54,6 @@ def test_what_was_made_of_another_drafter_is_refused() -> None:
     message = r"g.npz must be made of the drafter of the package \(got another config.json: 000"
     with pytest.raises(RequestError, match=message):
         same({**made, "drafter": "0" * 64}, manifest, "g.npz")
-
-
-@pytest.mark.parametrize("name", ["block", "rounds", "tokens", "logits"])
-def test_a_file_without_an_array_is_told_what_a_golden_holds(
-    made: Mapping[str, Array], tmp_path: Path, name: str
-) -> None:
-    path = tmp_path / "g.npz"
-    np.savez(path, allow_pickle=False, **{n: x for n, x in made.items() if n != name})
-    with pytest.raises(RequestError, match=f"{name} must be .*got nothing"):
-        read(path)
 
 
 def test_a_file_whose_compressed_data_are_damaged_is_no_golden(
@@ -84,21 +66,3 @@ def test_a_file_whose_compressed_data_are_damaged_is_no_golden(
     path.write_bytes(data)
     with pytest.raises(RequestError, match="must be a golden file .*; make it again"):
         read(path)
-
-
-def test_logits_that_are_all_0_can_be_compared() -> None:
-    zero, other = np.zeros((2, 5), np.float32), np.ones((2, 5), np.float32)
-    assert logits(zero, zero, 0.1).first == -1
-    assert logits(other, zero, 0.1).first == 0
-
-
-def test_a_reference_of_another_model_is_named_before_it_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here, other = (str(session(g).model.engine.package) for g in ("27b", "nested"))  # type: ignore[attr-defined]
-    (tmp_path / "t.json").write_text("[511]")
-    args = ["check", "-s", "engine.threads=1", "--package", here, "--reference", other]
-    assert main.main([*args, "--tokens", str(tmp_path / "t.json")]) == 2
-    err = capsys.readouterr().err
-    assert f"{other} must be made of the target of the package" in err
-    assert "scoring" not in err

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,16 +15,13 @@ from thor_dflash.calib.planbench import FAMILIES, Task
 from thor_dflash.calib.studies import script
 from thor_dflash.calib.studies.heldout import (
     TaskResult,
-    _phases,
     accept_length,
     plan,
     speed_up,
 )
-from thor_dflash.calib.studies.policies import PolicyRun, _pace, faster, length_of, speed, valid
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.telemetry import PhaseTotals
 from thor_dflash.runtime.session import Session, open_session
 
 TASKS = 36
@@ -88,53 +82,3 @@ def test_padding_of_the_vocabulary_is_never_chosen(
 ) -> None:
     assert session.manifest.vocab_limit < session.manifest.target.vocab
     assert max(t for r in results for t in r.tokens) < session.manifest.vocab_limit
-
-
-def test_the_package_is_an_ordinary_one(tmp_path: Path) -> None:
-    made = build(MODEL / "target", None, tmp_path / "p", BuildConfig(), Silent())
-    assert {kind for kinds in made.quantisation.values() for kind in kinds} == {"nvfp4", "bf16"}
-
-
-def test_the_time_of_a_cycle_is_told_without_the_prompt_s_phases() -> None:
-    phases = {
-        "prefill+observe_chunk": 50.0,
-        "prefill.chunk32+observe_chunk.chunk32": 8.0,
-        "propose+verify+accept+observe": 70.0,
-    }
-    report: Any = SimpleNamespace(
-        timings=SimpleNamespace(phases_ms=phases), spec=SimpleNamespace(cycles=10)
-    )
-    result: Any = SimpleNamespace(report=report)
-    assert _phases([result, result])[1:] == [("propose+verify+accept+observe", 7.0)]
-
-
-def report_of(cycles: int, accept_len: float, e2e_ms: float = 0, thought: int = 0) -> Any:
-    return SimpleNamespace(
-        timings=SimpleNamespace(e2e_ms=e2e_ms),
-        spec=SimpleNamespace(cycles=cycles, accept_len=accept_len),
-        phases={"thinking": PhaseTotals(committed=thought)},
-    )
-
-
-def test_figures_of_many_tasks_weigh_every_cycle_and_every_second_alike() -> None:
-    some: Any = [
-        SimpleNamespace(report=report_of(10, 2.0, 300), plain=report_of(20, 1.0, 300)),
-        SimpleNamespace(report=report_of(30, 6.0, 100), plain=report_of(180, 1.0, 500)),
-        SimpleNamespace(report=report_of(0, 0.0, 50), plain=None),
-    ]
-    assert accept_length(some) == 5.0
-    assert speed_up(some) == 2.0
-
-
-def test_policies_are_compared_task_by_task() -> None:
-    slow = [PolicyRun((1,) * n, report_of(n, 1.0, thought=n), 2.0, 1.0) for n in (10, 30, 80)]
-    fast = [
-        PolicyRun((1,) * n, report_of(5, n / 5, thought=n), 1.0, 0.25, n < 40) for n in (10, 30, 40)
-    ]
-    assert [run.speed for run in fast] == [10, 30, 40]
-    assert [run.cycle_ms for run in fast] == [200] * 3
-    assert (speed(slow), speed(fast)) == (15, 30)
-    assert faster(fast, slow) == 2.0  # the median of 2, 2 and 1
-    assert length_of([*slow, *fast]) == 200 / 135
-    assert (_pace(slow), _pace(fast)) == (40, 80 / 0.75)
-    assert valid(fast) == "2/3"

@@ -46,11 +46,6 @@ def tasks() -> list[Task]:
     return [task_from_line(line) for line in lines]
 
 
-def test_both_checkpoints_fit_in_ten_megabytes() -> None:
-    files = [p for part in ("target", "drafter") for p in (NANO / part).iterdir()]
-    assert sum(p.stat().st_size for p in files) <= 10_000_000
-
-
 def test_checkpoints_are_read_and_their_linears_are_nvfp4() -> None:
     """Reading checks that the tensors are those of the config, in names, shapes and types."""
     target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
@@ -64,16 +59,6 @@ def test_checkpoints_are_read_and_their_linears_are_nvfp4() -> None:
     layers, taps = len(target.dims.layers), len(drafter.dims.taps)
     assert drafter.dims.taps == tuple(tap_layers(layers, taps))
     assert [layer.window > 0 for layer in drafter.dims.layers] == [True, True, False]
-
-
-def test_special_tokens(tokenizer: Tokenizer) -> None:
-    c, d = config("target"), config("drafter")
-    assert d["dflash_config"]["mask_token_id"] == tokenizer.token_to_id("<|audio_start|>")
-    stops = json.loads((NANO / "target" / "generation_config.json").read_text())["eos_token_id"]
-    assert stops == [tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
-    assert tokenizer.get_vocab_size() < c["vocab_size"]
-    added = tokenizer.get_added_tokens_decoder()
-    assert not any(t.special for t in added.values() if t.content in ("<think>", "</think>"))
 
 
 def test_corpus_text_survives_the_tokenizer(tokenizer: Tokenizer, tasks: list[Task]) -> None:
@@ -125,23 +110,6 @@ def test_template_renders_the_family_shape() -> None:
     assert (
         kept == start + answer + "<think>\nhm\n</think>\n\ndone<|im_end|>\n" + answer + "<think>\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("messages", "names", "message"),
-    [
-        ([USER], {"tools": [{}]}, "tools must be empty"),
-        ([], {}, "must not be empty"),
-        ([{"role": "system", "content": "x"}], {}, "must hold a user message"),
-        ([USER, {"role": "system", "content": "x"}], {}, "must be first"),
-        ([USER, {"role": "developer", "content": "x"}], {}, "got developer"),
-    ],
-)
-def test_template_refuses(
-    messages: list[dict[str, str]], names: dict[str, object], message: str
-) -> None:
-    with pytest.raises(jinja2.TemplateError, match=message):
-        render(messages, **names)
 
 
 def test_the_held_out_file_is_what_the_generator_gives(tasks: list[Task]) -> None:

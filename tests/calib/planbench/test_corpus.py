@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from random import Random
 
 import pytest
 
@@ -16,7 +15,6 @@ from thor_dflash.calib.planbench import (
     heldout,
     judge,
     sample,
-    task_from_line,
     task_to_line,
 )
 from thor_dflash.calib.planbench.words import noun_is_held_out, noun_of
@@ -44,13 +42,6 @@ def test_the_same_seed_gives_the_same_task() -> None:
         assert task_to_line(sample(family, 7, "train")) == task_to_line(sample(family, 7, "train"))
         assert sample(family, 7, "train") != sample(family, 8, "train")
         assert sample(family, 7, "train").messages != sample(family, 7, "heldout").messages
-
-
-def test_tasks_survive_their_line(held: list[Task]) -> None:
-    for task in held[:60]:
-        again = task_from_line(task_to_line(task))
-        assert again == task
-        assert judge(again, task.plan).valid
 
 
 def test_templates_and_goal_combinations_do_not_overlap(
@@ -115,18 +106,3 @@ def test_swapping_pick_and_place_is_noticed(train: list[Task]) -> None:
             swapped += 1
             assert not judge(task, json.dumps(plan)).valid
     assert swapped > 100
-
-
-def test_renamed_objects_are_noticed(train: list[Task]) -> None:
-    rng = Random(0)
-    for task in train:
-        plan = json.loads(task.plan)
-        picks = [s for s in plan["steps"] if s["skill"] == "pick"]
-        if picks:
-            rng.choice(picks)["args"]["object"] = "phantom"
-            assert "phantom" in judge(task, json.dumps(plan)).reason
-
-
-def test_every_family_refuses_an_empty_plan(train: list[Task]) -> None:
-    empty = '{"goal":"","steps":[],"needs_clarification":null}'
-    assert not any(judge(task, empty).valid for task in train)

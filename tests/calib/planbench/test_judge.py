@@ -17,8 +17,6 @@ from thor_dflash.calib.planbench.scene import (
     Place,
     Robot,
     Scene,
-    scene_from_json,
-    scene_to_json,
 )
 
 TABLE = Scene(
@@ -93,20 +91,6 @@ def test_a_right_plan_is_valid() -> None:
     assert judge_scene(ROOMS, plan(*FETCH)).valid
 
 
-def test_another_right_plan_is_valid_too() -> None:
-    detour = plan(
-        pick("lid"),
-        place("lid", "nut"),
-        pick("mug"),
-        place("mug", "table"),
-        pick("mug"),
-        place("mug", "bin"),
-    )
-    assert judge_scene(TABLE, detour).valid
-    far_door_first = (OPEN_OFFICE, GOTO_DOCK, OPEN_KITCHEN, *FETCH[2:])
-    assert judge_scene(ROOMS, plan(*far_door_first)).valid
-
-
 @pytest.mark.parametrize(
     ("steps", "reason"),
     [
@@ -116,9 +100,7 @@ def test_another_right_plan_is_valid_too() -> None:
         ((*CLEAR, pick("mug"), place("mug", "shelf")), "on must be a place or object"),
         ((pick("vase"),), "object must be in the scene"),
         (CLEAR, "goal [mug->bin]"),
-        ((pick("lid"), place("lid", "lid")), "must be put down"),
         ((("goto", {"place": "bin"}),), "skill must be one of pick, place"),
-        ((*CLEAR, pick("mug"), place("mug", "nut")), "goal [mug->bin]"),
     ],
 )
 def test_table_failures_are_named(
@@ -136,10 +118,8 @@ def test_table_failures_are_named(
         ((FETCH[0], *FETCH[2:]), "kitchen_door must be open"),
         ((*FETCH[:2], *FETCH[3:]), "must be at sink"),
         ((*FETCH[:4], FETCH[5]), "must be at dock"),
-        ((OPEN_OFFICE, OPEN_OFFICE), "must be closed before this step"),
         ((OPEN_KITCHEN,), "office_door must be open before reaching"),
         ((("open", {"target": "desk"}),), "must be a door or a container"),
-        ((("goto", {"place": "attic"}),), "place must be in the scene"),
     ],
 )
 def test_doors_and_places_are_checked(
@@ -197,47 +177,17 @@ def test_two_robots() -> None:
     assert "must be put down" in judge_scene(PAIR, plan(take, busy, on_held)).reason
 
 
-def test_a_full_place_refuses() -> None:
-    full = replace(TABLE, full=("bin",))
-    assert "must have room" in judge_scene(full, GOOD).reason
-    assert run(replace(TABLE, full=("tray",)), pick("lid"), place("lid", "nut")) is None
-
-
-def test_a_goal_may_be_that_a_device_is_off_or_a_lid_closed() -> None:
-    running, still = World(replace(HOME, on=("oven",))), World(HOME)
-    assert (running.holds(Goal("on", "oven")), still.holds(Goal("on", "oven"))) == (True, False)
-    assert (running.holds(Goal("off", "oven")), still.holds(Goal("off", "oven"))) == (False, True)
-    ajar = World(replace(HOME, opened=("oven",)))
-    assert (ajar.holds(Goal("open", "oven")), still.holds(Goal("open", "oven"))) == (True, False)
-    assert (ajar.holds(Goal("closed", "oven")), still.holds(Goal("closed", "oven"))) == (
-        False,
-        True,
-    )
-
-
-def test_what_is_off_is_not_turned_off() -> None:
-    to_oven, off = ("goto", {"place": "oven"}), ("turn_off", {"device": "oven"})
-    assert "oven must be on before this step" in str(run(HOME, to_oven, off))
-    assert run(replace(HOME, on=("oven",)), to_oven, off) is None
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("", "must be JSON"),
-        (GOOD[:-1], "must be JSON"),
-        (GOOD + " done", "must be JSON"),
         (GOOD + GOOD, "must be JSON"),
         ("[" * 4000, "must be JSON"),
-        ('{"goal":' * 1500, "must be JSON"),
         ("[]", "must be an object"),
         ('{"goal":"g","goal":"g","steps":[],"needs_clarification":null}', "must not repeat"),
         ('{"goal":"g","steps":[],"needs_clarification":NaN}', "must be finite"),
         (plan(goal=7), "goal must be a string"),
-        (plan(goal="g" * 121), "goal must be a string"),
         (plan(extra=1), "plan keys must be"),
-        (plan(needs_clarification=3), "needs_clarification must be"),
-        (plan(steps={}), "steps must be an array"),
         (plan(needs_clarification="why?"), "needs_clarification must be null"),
         ("x" * 20000, "at most 16384 characters"),
     ],
@@ -258,16 +208,11 @@ def step(**changes: Any) -> str:
     ("text", "reason"),
     [
         (step(id=2), "id must be 1"),
-        (step(id=True), "id must be 1"),
-        (step(id=1.0), "id must be 1"),
         (step(id=10**4000), "id must be 1 (got a very long integer)"),
         (step(skill="fly"), "skill must be one of"),
-        (step(skill=["pick"]), "skill must be one of"),
         (step(on_fail="panic"), "on_fail must be one of"),
-        (step(args={}), "args of pick must be object"),
         (step(args={"object": "lid", "on": "bin"}), "args of pick must be object"),
         (step(args={"object": 3}), "args.object must be a string"),
-        (step(args=[["object", "lid"]]), "args of pick must be object"),
         (step(extra=0), "keys must be id, skill, args, on_fail"),
         (plan(steps=[7]), "keys must be id"),
         (plan(*[pick("lid")] * 25), "at most 24 steps"),
@@ -299,8 +244,3 @@ def test_a_failed_step_changes_nothing() -> None:
     before = (dict(world.where), dict(world.holding))
     assert world.apply(PlanStep("pick", {"object": "mug"})) is not None
     assert (world.where, world.holding) == before
-
-
-def test_scenes_survive_json() -> None:
-    for scene in (TABLE, ROOMS, HOME, PAIR):
-        assert scene_from_json(json.loads(json.dumps(scene_to_json(scene)))) == scene

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from shlex import quote, split
 
 import pytest
-from support.loop_models import session
 
 from thor_dflash.calib.demo import MODEL
-from thor_dflash.calib.studies import script
 
 PAIR = f"--target {quote(str(MODEL / 'target'))} --drafter {quote(str(MODEL / 'drafter'))}"
 
@@ -32,7 +29,6 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
         ("grammar_quality /none/p", "/none/p must be a package directory"),
         ("heldout --package /none/p", "/none/p must be a package directory"),
         ("grammar_cost /none/p", "/none/p must hold a tokenizer.json"),
-        ("prefix_saving /none/p", "/none/p must be a package directory"),
         ("policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
@@ -43,15 +39,6 @@ def test_a_file_that_is_not_there_is_one_line(
     out, err = capsys.readouterr()
     assert err.startswith(message)
     assert (err.count("\n"), out.strip("\n# budget")) == (1, "")
-
-
-def test_a_package_without_a_tokenizer_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = quote(str(session().model.engine.package))  # type: ignore[attr-defined]
-    assert ended(monkeypatch, f"heldout --package {package} --limit 1") == 2
-    message = "the package must have a tokenizer.json (got one without)"
-    assert capsys.readouterr().err.splitlines()[-1] == message
 
 
 @pytest.mark.parametrize(
@@ -66,16 +53,3 @@ def test_a_wrong_option_is_named(
 ) -> None:
     assert ended(monkeypatch, line) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_an_error_of_a_script_s_own_shows_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        script.run(lambda: print(1 // 0))
-
-
-def test_tables_are_shown_as_markdown_or_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    tables = [("first", [("a", "b"), (1, 0.125)])]
-    script.show(tables, as_json=False)
-    assert capsys.readouterr().out == "\n## first\n\n| a | b |\n| --- | --- |\n| 1 | 0.12 |\n"
-    script.show(tables, as_json=True)
-    assert json.loads(capsys.readouterr().out) == {"first": [["a", "b"], [1, 0.125]]}

@@ -6,18 +6,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.constrained_model import TOKENIZER, asked, constrained, session, text
+from support.constrained_model import asked, constrained, session, text
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.decoding.proposers import NoDrafter
-from thor_dflash.runtime.grammar.compiler import Grammars
-from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -35,22 +30,6 @@ def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
     out = constrained(asked(False), NoDrafter(), session().grammar(schema), force=force)
     assert session().report().finish == "stop"
     assert json.loads(text().decode(out)) == {"object": {literal: literal}}
-
-
-def test_added_tokens_may_stand_in_the_vocabulary_too(tmp_path: Path) -> None:
-    for name in files.tokenizer_files(TOKENIZER):
-        shutil.copy(TOKENIZER / name, tmp_path / name)
-    table = json.loads((tmp_path / files.TOKENIZER).read_text(encoding="utf-8"))
-    added = {token["content"]: token["id"] for token in table["added_tokens"]}
-    table["model"]["vocab"] |= added
-    (tmp_path / files.TOKENIZER).write_text(json.dumps(table), encoding="utf-8")
-    size, start = files.addressed_ids(tmp_path), text().encode('"a')
-    matcher = (
-        Grammars(Tokenizer.load(tmp_path), size, (size - 1,)).compile({"const": "a<think>"}).matcher
-    )
-    assert matcher.deep_copy().try_consume_tokens([*start, added["<think>"]]) == len(start)
-    said = [*start, *text().encode("<th"), *text().encode('ink>"')]
-    assert matcher.deep_copy().try_consume_tokens(said) == len(said)
 
 
 def legal(schema: dict[str, Any], said: str) -> bool:
@@ -77,21 +56,3 @@ def test_a_number_that_the_compiler_would_change_is_refused(number: float, key: 
     where = "const" if key == "const" else r"enum\[1\]"
     with pytest.raises(RequestError, match=rf"schema.items.{where}.a\[2\] must be -9007"):
         session().grammar({"items": {key: value if key == "const" else ["x", value]}})
-
-
-@pytest.mark.parametrize(
-    "number", [2**53 - 1, 1 - 2**53, 0.1 + 0.2, -math.pi, math.pi / 2, 1e-7, 0.0, -0.0, 2.0]
-)
-def test_a_number_is_spelt_so_that_it_is_read_the_same(number: float) -> None:
-    out = constrained(asked(False), NoDrafter(), session().grammar({"const": [number]}))
-    assert json.loads(text().decode(out)) == [number]
-
-
-@pytest.mark.parametrize("letter", [chr(i) for i in (*range(33), 127, 128, 0x2028, 0x1F600)])
-def test_a_letter_of_a_literal_is_written_or_refused(letter: str) -> None:
-    schema = {"enum": [f"a{letter}b"]}
-    if (letter < " " or letter == "\x7f") and letter not in "\b\t\n\f\r":
-        with pytest.raises(RequestError, match=r"schema.enum\[0\] must have no control char"):
-            session().grammar(schema)
-    else:
-        assert legal(schema, json.dumps(f"a{letter}b", ensure_ascii=False))

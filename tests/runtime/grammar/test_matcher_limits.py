@@ -6,7 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.grammar.compiler import Grammars
 from thor_dflash.runtime.grammar.schema import (
-    MAX_CHAIN,
     MAX_LEVELS,
     MAX_TOGETHER,
     read,
@@ -69,20 +67,6 @@ def test_what_others_had_computed_ends_no_request() -> None:
     assert made.anew() is made.anew() is not made
 
 
-def test_a_thread_that_the_system_did_not_give_holds_up_no_later_schema(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    made = grammars()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", none)
-        with pytest.raises(RuntimeError, match="can't start"):
-            made.compile(PLAN)
-    made.compile(PLAN)
-
-
 LINKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "$ref": lambda to: to,
     "prefixItems": lambda to: {"type": "array", "prefixItems": [to], "minItems": 1},
@@ -119,19 +103,6 @@ def test_definitions_may_not_lead_too_far(form: str, backwards: bool) -> None:
             read(chain(form, links, backwards))
 
 
-def test_definitions_that_lead_to_each_other_count_together() -> None:
-    def ring(count: int) -> dict[str, Any]:
-        made = chain("properties", count)
-        made["$defs"][f"a{count}"] = {"anyOf": [{"$ref": "#/$defs/a0"}, {"type": "null"}]}
-        return made
-
-    read(ring(126))
-    with pytest.raises(RequestError, match=r"256 schemas deep .* \(got 258\)"):
-        read(ring(127))
-    for schema in ({"$ref": "#"}, {"type": "object", "properties": {"next": {"$ref": "#"}}}):
-        read(schema)  # its depth does not grow with its values
-
-
 @pytest.mark.parametrize("form", LINKS)
 def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: str) -> None:
     links = (MAX_LEVELS - 4) // (1 if form == "$ref" else 2)
@@ -153,16 +124,6 @@ def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: st
         [*words, json.dumps(chain(form, links))], capture_output=True, text=True, check=False
     )
     assert done.stdout == "here\n", (done.returncode, done.stdout, done.stderr[-500:])
-
-
-def test_a_grammar_that_cannot_be_compiled_again_is_a_dead_end() -> None:
-    little = grammars(max_lexer_states=20)
-    made = little.compile(PLAN)
-    little.seconds = 0.0
-    got = constrained(asked(False), NoDrafter(), made)
-    assert session().report().finish == "grammar_dead_end"
-    whole = constrained(asked(False), NoDrafter(), session().grammar(PLAN))
-    assert got == whole[: len(got)]
 
 
 def patterns(count: int) -> list[dict[str, Any]]:
@@ -200,27 +161,3 @@ def test_a_value_that_must_obey_many_patterns_is_refused() -> None:
             read(schema).check_patterns()
     with pytest.raises(RequestError, match=r"schema\.properties\.x must apply at most 4 patterns"):
         session().grammar(named({"allOf": patterns(20)}))
-
-
-def test_many_patterns_for_different_values_are_not_counted_together() -> None:
-    every = patterns(20)
-    node = {"properties": {**{f"k{i}": p for i, p in enumerate(every)}, "n": {"$ref": "#/$defs/n"}}}
-    for schema in (
-        named({"anyOf": every}),
-        {"properties": {f"k{i}": each for i, each in enumerate(every)}},
-        {"prefixItems": every, "$defs": {f"d{i}": each for i, each in enumerate(every)}},
-        {"$ref": "#/$defs/n", "$defs": {"n": node}},
-    ):
-        read(schema).check_patterns()
-
-
-def test_long_chains_of_references_are_refused_at_once_instead_of_followed() -> None:
-    def chain(length: int, step: int) -> str:
-        names = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)[::step]}
-        ends = {f"a{length}": patterns(1)[0], **{f"p{i}": p for i, p in enumerate(patterns(9))}}
-        return read({"$ref": "#/$defs/a0", "$defs": {**names, **ends}})
-
-    chain(250, 1).check_patterns()
-    chain(MAX_CHAIN - 1, -1).check_patterns()
-    with pytest.raises(RequestError, match=r"chains of at most 31 \$ref .got longer"):
-        chain(250, -1).check_patterns()

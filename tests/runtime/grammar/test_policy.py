@@ -5,8 +5,6 @@ does.
 from __future__ import annotations
 
 import json
-import random
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,17 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLParserLimits
-from support.constrained_model import PLAN, SMALL, TOKENIZER, asked, constrained, session, text
+from llguidance import LLMatcher
+from support.constrained_model import PLAN, SMALL, asked, constrained, session, text
 from support.loop_models import DEAD, drafts, erring, hostile, oracle
 
-from thor_dflash.config.decode import BudgetConfig
-from thor_dflash.core.errors import RequestError
-from thor_dflash.core.message_text import show
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
-from thor_dflash.runtime.grammar.compiler import Grammar, Grammars, Vocabulary
+from thor_dflash.runtime.grammar.compiler import Grammar, Vocabulary
 from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.policies.thinking_budget import ThinkingBudget
@@ -143,18 +138,6 @@ def test_any_request_and_any_drafter_after_thinking(
 
 
 @every_schema
-def test_rows_after_a_drafted_mark_are_in_one_block_with_it(schema: dict[str, object]) -> None:
-    request, ends = asked(True, max_tokens=16), Closing(3)
-    truth = constrained(request, NoDrafter(), grammar(schema), thinking=True, policies=(ends,))
-    assert truth[3] == text().end_think
-    proposer = oracle([*truth, *[0] * 16])
-    got = constrained(request, proposer, grammar(schema), thinking=True, policies=(ends,))
-    assert got == truth
-    assert session().report().spec.cycles == 1
-    assert session().report().close == "soft", "what is forced after the mark did not close"
-
-
-@every_schema
 def test_forcing_changes_cycles_and_not_one_token(schema: dict[str, object]) -> None:
     request, made = asked(False), grammar(schema)
     truth = constrained(request, NoDrafter(), made, force=False)
@@ -177,27 +160,6 @@ def only_choices(made: Grammar, tokens: list[int]) -> list[int]:
     return found
 
 
-@settings(max_examples=30)
-@given(schema=st.sampled_from(list(SCHEMAS)), seed=st.integers(0, 10**6))
-def test_a_forced_id_is_the_one_its_mask_leaves(schema: str, seed: int) -> None:
-    made, rng = grammar(SCHEMAS[schema]), random.Random(seed)
-    matcher, size = made.matcher.deep_copy(), made.vocabulary.size
-    for _ in range(120):
-        ahead = matcher.compute_ff_tokens()
-        row = np.zeros((1, made.vocabulary.words), np.int32)
-        made.vocabulary.masks(matcher, [], row)
-        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-        assert ids.size
-        assert ids.max() < size, "padding is never allowed"
-        assert ids.max() < 1200 or set(ids) <= made.vocabulary.stop, "no mark is ever allowed"
-        assert bool(set(ids) & made.vocabulary.stop) == matcher.is_accepting()
-        assert not ahead or list(ids) == ahead[:1]
-        token = int(rng.choice(ids))
-        if token in made.vocabulary.stop:
-            break
-        assert matcher.consume_token(token)
-
-
 @pytest.mark.parametrize("message", ["</think>\n\n", "</think>", "Enough.\n</think>\n\n"])
 @pytest.mark.parametrize("limit", [0, 1, 7, 15, 16, 17])
 def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, message: str) -> None:
@@ -216,35 +178,6 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
     assert SchemaValidator(read(PLAN)).valid(json.loads(said))
     assert answer(DflashDrafter()) == truth
     assert answer(oracle(truth)) == truth
-
-
-@pytest.mark.parametrize(
-    "after", ["\n\nHere is the plan: ", "\n\n\n\n ", " ", "X", "{", "\n\n" * 9, "<|im_start|>"]
-)
-def test_a_closing_message_says_nothing_where_the_grammar_speaks(
-    after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s, message = session(), f"stop.\n</think>{after}"
-    own = BudgetConfig(tokens=4, reply=120, message=message)
-    request = replace(asked(True), grammar=grammar(SMALL), budget=own)
-    wrong = rf"must have at most a blank line after </think> .*\(got {re.escape(show(after))}\)"
-    with pytest.raises(RequestError, match=f"^decode.budget.message {wrong}"):
-        s.generate(request)
-    s.generate(replace(request, grammar=None))  # an answer that is free may begin so
-    card = replace(s.manifest.card, close=message)
-    monkeypatch.setattr(s.model, "manifest", replace(s.manifest, card=card))
-    with pytest.raises(RequestError, match=f"card.close {wrong}"):
-        s.generate(replace(request, budget=replace(own, message="")))
-
-
-@pytest.mark.parametrize("after", ["", "\n", "\n\n"])
-def test_a_closing_message_may_bring_line_breaks(after: str) -> None:
-    s = session()
-    budget = BudgetConfig(tokens=4, reply=120, message=f"stop.\n</think>{after}")
-    request = replace(asked(True), grammar=grammar(SMALL), budget=budget)
-    said = text().decode([t for chunk in s.generate(request) for t in chunk.tokens])
-    assert s.report().finish == "stop"
-    assert SchemaValidator(read(SMALL)).valid(json.loads(said.partition("</think>")[2]))
 
 
 def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
@@ -278,21 +211,6 @@ def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
     list(s.run(replace(asked(False), max_tokens=9), DflashDrafter()))
     first = events.index("propose verify accept observe")
     assert events[first:] == ["propose verify accept observe", "wait"] * s.report().spec.cycles
-
-
-@pytest.mark.parametrize("kind", ["nobody", "real", "oracle", "random"])
-@pytest.mark.parametrize("limits", [{"step_lexer_fuel": 50}, {"max_lexer_states": 20}])
-def test_a_matcher_at_its_limit_is_a_dead_end(limits: dict[str, int], kind: str) -> None:
-    manifest = session().manifest
-    fuel = LLParserLimits(verbose_errors=False, **limits)
-    made = Grammars(text(), manifest.vocab_limit, manifest.stop_tokens, fuel).compile(PLAN)
-    whole = plain(PLAN)
-    got = constrained(asked(False), drafter(kind, whole, 1), made)
-    assert session().report().finish == "grammar_dead_end"
-    # Where the answer ends depends on how much of the grammar the drafts led through; but all of it
-    # is right.
-    assert got == whole[: len(got)]
-    assert made.spent.is_set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,28 +283,3 @@ def test_a_constrained_request_continues_from_a_prefix() -> None:
     assert constrained(request, DflashDrafter(), made) == truth
     assert s.report().usage.cached_tokens == 64
     s.prefixes.drop("words")
-
-
-def test_a_session_constrains_what_a_request_asks_for() -> None:
-    s = session()
-    request = replace(asked(False), grammar=s.grammar(PLAN))
-    said = [t for chunk in s.generate(request) for t in chunk.tokens]
-    assert SchemaValidator(read(PLAN)).valid(json.loads(text().decode(said)))
-    with pytest.raises(RequestError, match=r"stop must hold .* \(got none of \[1200, 1202\]\)"):
-        s.generate(replace(request, stop=frozenset({7})))
-
-
-def test_white_space_is_fixed_and_keys_come_in_order() -> None:
-    said = text().decode(constrained(asked(False), NoDrafter(), grammar(SMALL)))
-    value = json.loads(said)
-    assert list(value) == ["say", "n", "ok"]
-    assert json.dumps(value, separators=(",", ":"), ensure_ascii=False) == said
-
-
-def test_the_vocabulary_is_the_models() -> None:
-    made = grammar(SMALL).vocabulary
-    size = len(
-        json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    )
-    assert made.size == session().manifest.vocab_limit > size
-    assert made.words == session().model.graphs["accept_masked"].inputs["mask"].at({})[1]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from stand_ins.fake_driver import fake
 
 from thor_dflash.core.progress import Silent
-from thor_dflash.core.tensors import DType, TensorSpec
-from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
-from thor_dflash.runtime.measure import bench_report, cuda_bench
-from thor_dflash.runtime.measure.bench_report import THOR_READ, BenchTarget, Figure, judge, table
+from thor_dflash.runtime.measure import bench_report
+from thor_dflash.runtime.measure.bench_report import Figure
 from thor_dflash.runtime.measure.cuda_bench import (
     CudaBench,
     Keep,
@@ -131,31 +125,6 @@ def test_growth_is_of_neighbours_while_clocks_drift() -> None:
         assert rows[f"figures/growth from 2048 to {length}"].value == pytest.approx(1.12)
 
 
-@pytest.mark.parametrize(
-    ("value", "verdict"), [(84.9, "missed"), (85, "reached"), (91.9, "reached"), (92, "aim")]
-)
-def test_a_target_may_be_a_least_value(value: float, verdict: str) -> None:
-    assert judge(Figure("", "", value, "%"), BenchTarget(85, 92, at_least=True)).verdict == verdict
-
-
-def test_the_prediction_is_the_same_bytes_at_the_same_share_of_the_read_rate() -> None:
-    rows = measured()
-    for name, ms in (("linears of a verify", 1.25), ("gdn of a verify", 0.3), ("propose", 1.0)):
-        row = rows[f"predicted on a Jetson Thor/{name}"]
-        assert row.value == pytest.approx(ms * READ / THOR_READ), name
-    assert "80.0% of read rate" in rows["predicted on a Jetson Thor/linears of a verify"].note
-
-
-def test_the_table_is_aligned_and_has_every_figure() -> None:
-    rows = list(measured().values())
-    lines = table(rows).splitlines()
-    point = 2 + max(len(row.name) for row in rows) + len("123456")
-    for row in rows:
-        [line] = [x for x in lines if x.startswith(f"  {row.name} ") and row.note in x]
-        assert f"{row.value:.3f} {row.unit}" in line
-        assert line[point] == ".", line
-
-
 def test_a_feature_is_compared_with_all_of_them() -> None:
     known: Any = Known({"verify": 9.0, "propose+verify+accept+observe": 15.0, "growth": 1.0})
     rows = bench_report.brief(known, "no graph", {"verify": 6.0, "cycle": 7.5})
@@ -163,50 +132,3 @@ def test_a_feature_is_compared_with_all_of_them() -> None:
         ("no graph: verify", 9.0, "1.50x, 100 launches"),
         ("no graph: cycle", 15.0, "2.00x, 400 launches"),
     ]
-
-
-# ---- measurements --------------------------------------------------------------------------------
-def bare(driver: Any = None, **model: Any) -> CudaBench:
-    """A bench of a model that has only what a measurement reads."""
-    engine = SimpleNamespace(driver=driver)
-    return CudaBench(engine, SimpleNamespace(**model), None, {}, 0)  # type: ignore[arg-type]
-
-
-def test_the_first_runs_of_a_step_warm_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_bench, "REST", 0.0)
-    device = fake(monkeypatch)
-    times = chain(repeat(900.0, cuda_bench.WARM), range(1, cuda_bench.RUNS + 1))
-    monkeypatch.setattr(device, "cuEventElapsedTime", lambda *_: (0, next(times)))
-    driver = Driver()
-    found = bare(driver)._time(CapturedGraph("it", driver, lambda: None))
-    assert (found.median, found.low, found.high, found.runs) == pytest.approx((8, 1, 15, 15))
-
-
-def test_the_first_prefill_warms_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, took = [0.0], iter((9.0, 1.0, 3.0, 2.0))
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def prefill(ids: Sequence[int], observe: bool) -> None:
-        now[0] += next(took) if len(ids) == 64 else 0.5
-
-    it = bare(
-        SimpleNamespace(synchronize=lambda: None),
-        chunk=64,
-        state=SimpleNamespace(reset=lambda: None),
-        manifest=SimpleNamespace(target=SimpleNamespace(vocab=100)),
-        prefill=prefill,
-    )
-    assert it.prefill(70) == pytest.approx(2.5)
-
-
-def test_a_state_is_read_and_written_and_a_cache_has_rows() -> None:
-    def tensor(*shape: int) -> Any:
-        return SimpleNamespace(spec=TensorSpec("it", DType.F32, shape))
-
-    tensors = {"gdn.0.state": tensor(2, 5), "gdn.0.tail": tensor(3),
-               "attention.3.k": tensor(2, 7, 4), "drafter.0.k": tensor(9)}  # fmt: skip
-    it = bare(state=SimpleNamespace(tensors=tensors))
-    assert it.state_bytes() == 2 * 4 * (10 + 3)
-    it = bare(state=SimpleNamespace(tensors={**tensors, "gdn.0.states": tensor(16, 2, 5)}))
-    assert it.state_bytes() == 4 * (2 * (10 + 3) + 160)
-    assert it.cache_bytes() == 4 * 2 * 4

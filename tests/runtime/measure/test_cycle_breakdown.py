@@ -11,9 +11,8 @@ from stand_ins.fake_driver import MS, FakeCuda, fake
 from support.planner_nano import package
 
 from thor_dflash.cli import main
-from thor_dflash.package.manifest import read
 from thor_dflash.runtime.grammar.policy import Walk
-from thor_dflash.runtime.measure import cuda_bench, cycle_breakdown
+from thor_dflash.runtime.measure import cuda_bench
 
 
 @pytest.fixture(scope="module")
@@ -58,40 +57,6 @@ def test_every_graph_of_a_cycle_and_its_parts_are_reported(
     for names in inner.values():
         each = [op for name in names for op in name.split(", ")]
         assert len(set(each)) == len(each)
-
-
-@pytest.mark.usefixtures("device")
-def test_a_cycle_is_timed_where_the_last_answer_ended(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(cuda_bench.CudaBench, "at", lambda _, *where: seen.append(where))
-    assert taken_apart(made, tmp_path, capsys)["context"] == 44
-    assert seen == [(44, 1)], "its last cycle left one row to fold"
-
-
-@pytest.mark.usefixtures("device")
-def test_bytes_of_a_part_are_those_that_it_must_read(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = taken_apart(made, tmp_path, capsys)
-    parts = {(part["graph"], part["name"]): part["nbytes"] for part in found["parts"]}
-    target = read(made).target
-    count = target.layers.count("attention")
-    row = 2 * target.attention.kv_heads * target.attention.head_dim
-    assert parts["verify", "verify_attention"] == count * row * found["context"]  # FP8
-    for whole in ("propose", "verify", "observe"):
-        inner = sum(size for (graph, name), size in parts.items() if graph == whole and name)
-        assert parts[whole, ""] == inner > 0
-
-
-@pytest.mark.usefixtures("device")
-def test_weights_that_fit_in_the_cache_give_no_read_rate(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert taken_apart(made, tmp_path, capsys)["read_rate"] == 0
-    monkeypatch.setattr(cycle_breakdown, "ENOUGH", 0)
-    assert taken_apart(made, tmp_path, capsys)["read_rate"] > 0
 
 
 @pytest.mark.usefixtures("device")

@@ -8,9 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from random import Random
 
-import numpy as np
 import pytest
 
 from thor_dflash.runtime.measure import power as sensors
@@ -56,13 +54,6 @@ def test_every_rail_that_can_be_read_is_found_by_its_name(board: Path) -> None:
     assert list(found) == sorted(found)
 
 
-def test_a_channel_is_called_by_its_own_label_before_its_chips(tmp_path: Path) -> None:
-    write(tmp_path, "hwmon/hwmon0", name="ina3221", label="VDD_ALL", in1_label="VDD_GPU",
-          power1_input="1000000", power2_input="2000000")  # fmt: skip
-    found = {sensor.name: sensor.watts() for sensor in find_sensors(tmp_path)}
-    assert found == pytest.approx({"VDD_GPU": 1.0, "VDD_ALL": 2.0})
-
-
 def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> None:
     assert junction(board) == board / "sys/class/thermal/thermal_zone1/temp"
     assert junction(tmp_path / "elsewhere") is None
@@ -81,33 +72,6 @@ def test_the_junction_is_the_zone_of_that_name(board: Path, tmp_path: Path) -> N
 )
 def test_energy_is_the_area_under_the_samples(start: float, end: float, joules: float) -> None:
     assert energy([1.0, 2.0, 3.0], [20.0, 40.0, 20.0], start, end) == pytest.approx(joules)
-
-
-def test_energy_of_some_samples_is_that_of_all() -> None:
-    random = Random(5)
-    at = sorted(random.uniform(0.0, 100.0) for _ in range(300))
-    watts = [random.uniform(0.0, 50.0) for _ in at]
-    ends = [random.uniform(-5.0, 105.0) for _ in range(400)] + random.choices(at, k=200)
-    random.shuffle(ends)
-    for start, end in map(sorted, zip(ends[::2], ends[1::2], strict=True)):
-        times = [start, *(t for t in at if start < t < end), end]
-        power = np.interp(times, at, watts)
-        whole = float(np.sum((power[1:] + power[:-1]) / 2 * np.diff(times)))
-        assert energy(at, watts, start, end) == whole
-
-
-def test_an_answer_of_a_long_soak_costs_what_one_of_a_short_soak_costs() -> None:
-    def cost(count: int) -> float:
-        at = [0.05 * i for i in range(count)]
-        watts = [1.0] * count
-        spent: list[float] = []
-        for _ in range(20):
-            start = time.perf_counter()
-            energy(at, watts, at[count // 2], at[count // 2] + 1.0)
-            spent.append(time.perf_counter() - start)
-        return min(spent)
-
-    assert cost(400_000) < 10 * cost(4_000)
 
 
 def watched(at: list[float], watts: list[float]) -> PowerSampler:
@@ -131,27 +95,6 @@ def test_idle_is_before_the_rest_has_ended_and_an_answer_takes_its_own_energy() 
     assert rail.joules == pytest.approx(50.0)  # of 60 and 50 the lower, as of times
 
 
-@pytest.mark.parametrize(
-    ("answers", "hottest"),
-    [
-        ([(2.5, 3.5)], 70.0),  # the sample during the answer, and those just before and after
-        ([(4.1, 4.2)], 65.0),  # no sample during the answer, so the two around it
-        ([(4.1, 4.2), (5.5, 9.0)], 90.0),
-        ([(7.0, 8.0)], 90.0),  # after the last sample
-        ([(-1.0, -0.5)], 40.0),  # before the first sample
-    ],
-)
-def test_heat_is_that_of_the_answers(answers: list[tuple[float, float]], hottest: float) -> None:
-    watch = PowerSampler([])
-    degrees = [40.0, 50.0, 60.0, 70.0, 65.0, 55.0, 90.0]
-    watch._samples = [Sample(i, (), celsius) for i, celsius in enumerate(degrees)]
-    assert watch.power(answers).hottest_c == hottest
-
-
-def test_one_sample_is_no_power() -> None:
-    assert watched([1.0], [5.0]).power([(0.0, 2.0)]).rails == ()
-
-
 def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
     with PowerSampler(find_sensors(board), junction(board), period=0.001) as watch:
         start = time.perf_counter()
@@ -168,24 +111,6 @@ def test_sensors_are_read_until_the_end_and_no_longer(board: Path) -> None:
     assert (power.hottest_c, power.failed, watch.hung) == (51.5, "", False)
     time.sleep(0.01)
     assert len(watch._samples) == count
-
-
-def test_a_board_without_power_sensors_still_has_a_temperature(board: Path) -> None:
-    with PowerSampler([], junction(board), period=0.001) as watch:
-        deadline = time.perf_counter() + 20
-        while not watch._samples and time.perf_counter() < deadline:
-            time.sleep(0.002)
-    power = watch.power([(0.0, 1.0)])
-    assert (power.rails, power.hottest_c) == ((), 51.5)
-
-
-def test_a_rest_is_sampled(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensors, "REST", 0.05)
-    with PowerSampler(find_sensors(board), period=0.001) as watch:
-        watch.rest()
-        end = time.perf_counter()
-    assert watch._samples[0][0] < watch._rested <= end
-    assert watch.power([(end, end + 1)]).rails[2].idle_w == pytest.approx(61.5)
 
 
 def test_without_sensors_nothing_runs_and_nobody_rests() -> None:

@@ -4,20 +4,17 @@ which profiles may be compared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.decoding.telemetry import RequestReport
 from thor_dflash.runtime.measure.profile import (
     STRETCHES,
     Power,
-    Profile,
     ProfileRun,
     ProfileSubject,
     Rail,
@@ -72,12 +69,6 @@ def test_a_percentile_is_the_smallest_that_so_many_do_not_exceed(count: int) -> 
     assert found.values == tuple(values)
 
 
-def test_variation_is_deviation_over_mean() -> None:
-    assert spread([9.0, 11.0]).variation == pytest.approx(2**0.5 / 10)
-    assert spread([3.0]).variation == 0
-    assert spread([0.0, 0.0]).variation == 0
-
-
 def test_answers_without_a_token_have_no_profile() -> None:
     (run,) = runs(report(100.0, finish="grammar_dead_end"))
     told = r"must have a token \(got grammar_dead_end before any\)"
@@ -102,75 +93,12 @@ def test_shares_add_up_and_what_reads_the_prompt_has_no_cycle() -> None:
         assert phases[name].cycle_ms == 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_median_is_the_percentile_of_50(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thor_dflash.runtime.measure.profile.STRETCHES", 1)
-    spent = [100.0 + 10 * (3 * i % count) for i in range(count)]
-    each = [report(ms, verify=ms / 2) for ms in spent]
-    found = runs(*(replace(r, timings=replace(r.timings, tok_s=r.timings.e2e_ms)) for r in each))
-    (stretch,) = stretches(found, [(i, i + 1) for i in range(count)], lambda _: Power())
-    one = profile(SUBJECT, 0, found)
-    assert one.phases["verify"].ms == spread([ms / 2 for ms in spent]).median
-    assert one.phases["verify"].cycle_ms == spread([ms / 8 for ms in spent]).median
-    assert stretch.cycle_ms == one.times["cycle_ms"].median
-    assert stretch.tok_s == one.times["tok_s"].median
-
-
-def test_the_host_is_last_also_where_an_earlier_run_had_fewer_phases() -> None:
-    found = runs(report(100.0, prefill=20.0), report(100.0, prefill=20.0, verify=60.0))
-    assert list(profile(SUBJECT, 0, found).phases) == ["prefill", "verify", "host"]
-
-
-def test_the_numbers_of_an_answer() -> None:
-    times = profile(SUBJECT, 3, runs(report(100.0, cycles=5))).times
-    assert {name: s.median for name, s in times.items()} == {
-        "ttft_ms": 50.0,
-        "prefill_ms": 25.0,
-        "cycle_ms": 15.0,
-        "each_ms": 10.0,
-        "e2e_ms": 100.0,
-        "tok_s": 50.0,
-    }
-
-
 def test_a_cycle_begins_where_the_step_before_ended_and_ends_with_tokens() -> None:
     assert cycles(BEATS) == [10.0, 15.0]
     assert cycles(BEATS[:2]) == []
 
 
-def test_each_cycle_of_each_run_counts() -> None:
-    found = profile(SUBJECT, 0, runs(report(100.0), report(100.0)))
-    assert found.times["each_ms"].values == (10.0, 15.0, 10.0, 15.0)
-    assert found.timeline == BEATS
-
-
-def test_what_is_shown_of_one_run_is_of_the_last() -> None:
-    first, last = runs(
-        report(100.0, cycles=5), report(100.0, finish="length"), answers=((1,), (2, 3))
-    )
-    found = profile(SUBJECT, 0, [replace(first, beats=BEATS[:3]), last])
-    assert (found.timeline, found.spec.cycles) == (BEATS, 4)
-    assert (found.finish, found.tokens) == ("length", 2)
-
-
 # ---- notes
-
-
-def test_a_steady_machine_needs_no_note() -> None:
-    found = runs(report(100.0), report(101.0), report(100.5))
-    assert profile(SUBJECT, 0, found).warnings == ()
-
-
-def test_what_a_reader_should_know_is_said() -> None:
-    found = runs(report(100.0), report(140.0, finish="length"), answers=((1,), (2,)))
-    power, notes = Power(failed="it was unplugged"), ["power mode: 120W"]
-    told = profile(SUBJECT, 0, found, power=power, notes=notes).warnings
-    varies, differ, cut, failed, mode = told
-    assert "a cycle varies by 23.57%" in varies
-    assert "different answers" in differ
-    assert "decode.max_tokens" in cut
-    assert failed.endswith("not of all answers: it was unplugged")
-    assert mode == "power mode: 120W"
 
 
 # ---- soaks
@@ -217,15 +145,6 @@ def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, told: str) -> None:
     notes = [n for n in profile(SUBJECT, 0, found, soak=soak).warnings if "soak" in n]
     assert [told in note for note in notes] == ([True] if told else [])
     assert profile(SUBJECT, 0, found, soak=soak).soak == tuple(soak)
-
-
-@pytest.mark.parametrize("sensors", [True, False])
-def test_a_soak_is_kept_as_json_with_and_without_sensors(sensors: bool) -> None:
-    found, when = long(1.0, 2.0, 3.0)
-    soak = stretches(found, when, power if sensors else lambda _: Power())
-    made = profile(SUBJECT, 0, found, soak=soak)
-    table = json.loads(json.dumps(strict_records.encode(made)))
-    assert strict_records.decode(Profile, table, "it", RequestError) == made
 
 
 # ---- comparing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,7 @@ from support.samples import verify
 from support.tiny_bench import ARGUMENTS
 
 from thor_dflash.cli import main
-from thor_dflash.cli.commands.bench import write_random
-from thor_dflash.config.build import BuildConfig
-from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import EngineError
-from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
@@ -91,50 +86,3 @@ def test_a_random_package_that_is_not_finished_leaves_nothing(
         status = main.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / out)])
         assert status == (130 if error is KeyboardInterrupt else 2)
         assert sorted(p.name for p in tmp_path.rglob("*") if "cubins" not in p.parts) == ["there"]
-
-
-@pytest.mark.usefixtures("small_shape")
-@pytest.mark.parametrize("out", ["new/..", "there/new/..", "link/..", ".", "loop"])
-def test_a_path_that_leads_to_something_is_refused_by_where_it_leads(
-    out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    fake(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there" / "in").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "there" / "in")
-    (tmp_path / "loop").symlink_to("loop")
-    before = sorted(tmp_path.rglob("*"))
-    assert main.main([*ARGUMENTS, "--ready", "--out", out]) == 2
-    real = tmp_path / {"new/..": "", ".": "", "loop": "loop"}.get(out, "there")
-    said = f"--out must be a new directory (got {real}, which is there)"
-    assert said in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.usefixtures("small_shape")
-def test_a_random_package_is_written_where_its_path_really_leads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake(monkeypatch)
-    config = Config(build=BuildConfig(engine="cuda"))
-    made = write_random("small", tmp_path / "new" / ".." / "deep" / "out", config, Silent())
-    assert made == tmp_path / "deep" / "out"
-    assert [p.name for p in tmp_path.iterdir()] == ["deep"]
-    verify(made, manifest.read(made))
-
-
-@pytest.mark.usefixtures("small_shape")
-def test_a_random_package_needs_room_for_every_weight(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    fake(monkeypatch)
-    config = Config(build=BuildConfig(engine="cuda"))
-    write_random("small", tmp_path / "whole", config, Silent())
-    stored = sum(p.stat().st_size for p in (tmp_path / "whole").rglob("*.bin"))
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=stored // 2))
-    assert main.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out")]) == 2
-    said = re.search(r"room for ([\d,]+) bytes", capsys.readouterr().err)
-    assert said is not None
-    need = int(said[1].replace(",", ""))
-    assert 0.9 * stored < need <= stored  # files also have padding: tensors are page-aligned
-    assert [p.name for p in tmp_path.iterdir()] == ["whole"]

@@ -9,8 +9,6 @@ from typing import Any
 from unicodedata import decomposition, normalize
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.planner_nano import NANO
 from tokenizers import pre_tokenizers
 
@@ -18,15 +16,12 @@ from thor_dflash.cli.requests import PromptOptions
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.text.token_bounds import NFC, least_bytes, longest
+from thor_dflash.runtime.text.token_bounds import NFC, longest
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 TOKENIZER = NANO / "target" / "tokenizer.json"
 LONGEST = "<tts_text_bos_single>"
 ALPHABET = set(pre_tokenizers.ByteLevel.alphabet())
-HURT = ["\u1fbe\u0344", "\u1112\u1161\u11ab", "\u212a", "A\u030a", " " * 9, "\u0958", "<|im_end|>"]
-"""Letters of which NFC makes fewer bytes, or more; and texts of which the tokenizer makes one token
-of many letters."""
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +54,6 @@ def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
     left = [c for c in (*made, *heaviest) if normalize("NFC", c) == c]
     assert len(left) > 11_172  # the number of Hangul syllables
     assert [c for c in left if len(c.encode()) < most(c)] == []
-
-
-@given(st.lists(st.sampled_from(HURT) | st.text(max_size=4)).map("".join))
-def test_no_text_has_fewer_tokens(text: Tokenizer, said: str) -> None:
-    assert -(-least_bytes(said) // len(LONGEST)) <= len(text.encode(said))
-    assert least_bytes(said) <= len(normalize("NFC", said).encode())
-
-
-def test_the_longest_token_alone_is_one(text: Tokenizer) -> None:
-    assert (text.least(""), text.least(LONGEST), text.least(LONGEST * 99)) == (0, 1, 99)
-    assert text.encode(LONGEST * 99) == 99 * text.encode(LONGEST)
-    assert text.least(LONGEST + "x") == 2
 
 
 def test_a_prompt_that_cannot_fit_is_refused_unread(
