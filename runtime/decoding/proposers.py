@@ -57,20 +57,16 @@ class NoDrafter:
     """No drafts: each step commits one token, in a block of the same shape."""
 
     def begin(self, model: ModelRunner, rows: int) -> int:
-        """See Proposer."""
         model.state.first = rows
         return rows
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
-        """See Proposer."""
         return _undrafted(model, progress, block)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
-        """See Proposer."""
         return ()
 
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
-        """See Proposer."""
         model.state.first = model.state.length
 
 
@@ -98,7 +94,6 @@ class DflashDrafter:
         return model.state.first
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
-        """See Proposer."""
         if not block.draft:
             return _undrafted(model, progress, block)
         model.catch_up()
@@ -107,11 +102,9 @@ class DflashDrafter:
         return Proposal(model.block - 1, (model.call("propose"),))
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
-        """See Proposer."""
         return (model.call("observe"),) if block.draft else ()
 
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
-        """See Proposer."""
         if not block.draft:
             model.hold(count)
 
@@ -124,12 +117,10 @@ class CallableDrafter:
     """progress -> up to R - 1 ids."""
 
     def begin(self, model: ModelRunner, rows: int) -> int:
-        """See Proposer."""
         model.state.first = rows
         return rows
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
-        """See Proposer."""
         if not block.draft:
             return _undrafted(model, progress, block)
         drafts = list(self.guess(progress))[: model.block - 1]
@@ -138,9 +129,7 @@ class CallableDrafter:
         return Proposal(len(drafts))
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
-        """See Proposer."""
         return ()
 
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
-        """See Proposer."""
         model.state.first = model.state.length

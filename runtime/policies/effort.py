@@ -30,31 +30,16 @@ def resolve_limits(
     budget = config.tokens if config.tokens >= 0 else effort_tokens(config.effort, card)
     reply = config.reply or _reply(config, card, budget, max_tokens)
     if reply <= close:
-        raise _too_short(config, card, close, budget, max_tokens)
+        raise RequestError(
+            f"the reply must be >= {close + 1} tokens: the message that closes the thinking "
+            f"({close}) and 1 of answer (got {reply} by decode.budget.reply, the model card or "
+            "what the thinking budget leaves of max_tokens)"
+        )
     if reply > max_tokens:
         what = "decode.budget.reply" if config.reply else "the reply of the package's model card"
         raise RequestError(f"max_tokens must be >= {reply}, {what} (got {max_tokens})")
     total = min(budget + reply, max_tokens)
     return TokenLimits(total - reply, total)
-
-
-def _too_short(
-    config: BudgetConfig, card: ModelCard, close: int, budget: int, max_tokens: int
-) -> RequestError:
-    """The error for a reply that is not longer than the closing message; names what made it so."""
-    least = close + 1
-    rest = f"the message that closes the thinking ({close}) and 1 of answer"
-    if config.reply:
-        text = f"decode.budget.reply must be >= {least} tokens: {rest} (got {config.reply})"
-    elif config.tokens < 0 or card.reply <= close:
-        what = "reply of the package's model card"
-        text = f"{what} must be >= {least} tokens: {rest} (got {card.reply})"
-    else:
-        text = (
-            f"max_tokens must be >= {budget + least}: the thinking budget ({budget}), {rest} "
-            f"(got {max_tokens})"
-        )
-    return RequestError(text)
 
 
 def _reply(config: BudgetConfig, card: ModelCard, budget: int, max_tokens: int) -> int:

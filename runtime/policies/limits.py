@@ -17,7 +17,6 @@ class TokenLimit(Policy):
     """Without the thinking."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        """See Policy."""
         block = block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
         # A block that closes the thinking has at least one row before the answer.
         left = self.max_answer - progress.answer_tokens + progress.thinking

@@ -22,7 +22,6 @@ class RelaxedThinking(Policy):
     relaxed: AcceptRule
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        """See Policy."""
         if not progress.thinking or block.forced or not block.draft:
             return block
         return replace(

@@ -121,7 +121,6 @@ class SpeculationGate(Policy):
         self._agreed = 0
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        """See Policy."""
         self._began, least = self._clock(), self._rule.plain
         if self._mode == "shut":
             block = block.undrafted("drafts do not pay")
@@ -140,7 +139,6 @@ class SpeculationGate(Policy):
         return record.count
 
     def observe(self, progress: DecodeProgress, committed: int) -> None:
-        """See Policy."""
         seconds = self._clock() - self._began
         self._cycles += 1
         if not self._drafted:

@@ -44,7 +44,6 @@ class ThinkingBudget(Policy):
     """Ids of `close` committed."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        """See Policy."""
         self._advance(progress)
         if self._stage == "closing":
             ids = self.close[self._closed : self._closed + block.cap]
@@ -55,7 +54,6 @@ class ThinkingBudget(Policy):
         return block
 
     def observe(self, progress: DecodeProgress, committed: int) -> None:
-        """See Policy."""
         if self._stage == "closing":
             self._closed += committed
 

@@ -149,47 +149,24 @@ def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
         raise PackageError(f"{path} must be a readable file (got: {e.strerror})") from e
 
 
-def _table(path: Path, line: bytes) -> dict[str, object]:
-    try:
-        return strict_records.as_table(json.loads(line)) or {}
-    except (ValueError, RecursionError) as e:
-        raise PackageError(f"{path} must have JSON as its second line (got: {e}); {AGAIN}") from e
-
-
 def _header(path: Path, line: bytes, model: ModelRunner) -> _Header:
-    table = _table(path, line)
-    for key, mine in (("format", FORMAT), ("tool", __version__)):
-        if table.get(key) != mine:
-            raise PackageError(
-                f"{path} must be written by this version of thor-dflash, {key} {mine} "
-                f"(got {message_text.show(table.get(key))}); {AGAIN}"
-            )
-    header = strict_records.decode(_Header, table, "", PackageError)
-    if header.package != identity(model.manifest):
-        raise PackageError(
-            f"{path} must be written with this package (got a prefix of another one); {AGAIN}"
-        )
-    if header.device != model.engine.device:
-        raise PackageError(
-            f"{path} must be written on this device, {model.engine.device} "
-            f"(got {header.device}); {AGAIN}"
-        )
-    if header.capacity != model.capacity:
-        raise PackageError(
-            f"{path} must be written with engine.capacity {model.capacity} "
-            f"(got {header.capacity}); {AGAIN}"
-        )
-    if header.chunk != model.chunk:
-        raise PackageError(
-            f"{path} must be written with prefill steps of {model.chunk} tokens "
-            f"(got {header.chunk}); {AGAIN}"
-        )
-    held = header.prefix.held
-    if not 0 <= held < len(header.prefix.tokens) or held % model.chunk:
-        raise PackageError(
-            f"{path} must hold whole prefill steps of {model.chunk} tokens (got {held}); {AGAIN}"
-        )
-    return header
+    try:
+        table = strict_records.as_table(json.loads(line)) or {}
+    except ValueError as e:
+        raise PackageError(f"{path} must have JSON as its second line (got: {e}); {AGAIN}") from e
+    mine = {
+        "format": FORMAT,
+        "tool": __version__,
+        "package": identity(model.manifest),
+        "device": model.engine.device,
+        "capacity": model.capacity,
+        "chunk": model.chunk,
+    }
+    for key, value in mine.items():
+        if table.get(key) != value:
+            got = message_text.show(table.get(key))
+            raise PackageError(f"{path} must be written with {key} {value} (got {got}); {AGAIN}")
+    return strict_records.decode(_Header, table, "", PackageError)
 
 
 def _array(spec: TensorSpec, payload: bytes, at: int) -> Array:

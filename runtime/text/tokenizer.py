@@ -43,9 +43,6 @@ class Tokenizer:
         """Id that opens thinking, or None."""
         self.end_think = tokenizer.token_to_id(END_THINK)
         """Id that closes thinking, or None."""
-        mark = tokenizer.get_added_tokens_decoder().get(self.think or 0)
-        self._splits = mark is not None and not (mark.rstrip or mark.normalized)
-        """Whether `<think>` always ends a piece of text that is encoded by itself."""
         self.tools = tuple(
             i for i in (tokenizer.token_to_id(mark) for mark in TOOL_MARKS) if i is not None
         )
@@ -97,16 +94,6 @@ class Tokenizer:
         # A batch of one, because `encode` holds the interpreter's lock: with a long text it would
         # stop every other thread for a second. Without offsets, which nobody reads.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def encode_variant(self, text: str, other: str, ids: Sequence[int]) -> list[int]:
-        """`encode(text)`, where `ids` are those of `other`. What both texts share up to the last
-        `<think>` in `other` is not encoded again: no token reaches across that mark.
-        """
-        shared = other[: other.rfind(THINK) + len(THINK)]
-        if self.think not in ids or not self._splits or not text.startswith(shared):
-            return self.encode(text)
-        kept = len(ids) - ids[::-1].index(self.think)
-        return [*ids[:kept], *self.encode(text[len(shared) :])]
 
     def least(self, text: str) -> int:
         """A lower bound on the tokens of `text`; 0 if the tokenizer gives none. Does not encode,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
@@ -20,9 +20,6 @@ from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.protocol import errors, messages, validation
-
-if TYPE_CHECKING:
-    from thor_dflash.serving.planner.prefix_store import PrefixStore
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
 PLAN = (
@@ -75,12 +72,8 @@ def _checker(schema: Mapping[str, Any]) -> SchemaValidator:
 class MockBackend:
     """See backend.Backend."""
 
-    def __init__(
-        self, config: ServeConfig, cycle_s: float = 0.0, store: PrefixStore | None = None
-    ) -> None:
-        """Hold the lock of the prefix directory, as a real backend does, but store nothing."""
+    def __init__(self, config: ServeConfig, cycle_s: float = 0.0) -> None:
         self.config = config
-        self._store = store
         self.cycle_s = cycle_s
         """Time of a step, s."""
         ms = 1e3 * cycle_s
@@ -93,7 +86,6 @@ class MockBackend:
 
     @property
     def about(self) -> BackendInfo:
-        """See Backend."""
         return BackendInfo(
             model="mock",
             engine="mock",
@@ -118,14 +110,12 @@ class MockBackend:
 
     @property
     def rates(self) -> LatencyModel:
-        """See Backend."""
         return self._rates
 
     def warm(self) -> None:
-        """See Backend."""
+        pass
 
     def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
-        """See Backend."""
         validation.check_values(ask)
         schema = validation.schema_of(ask)
         prompt = tuple(range(_tokens(ask)))
@@ -148,7 +138,6 @@ class MockBackend:
         )
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
-        """See Backend."""
         self._check_prefix(prepared.ask.prefix_id)
         return MockPlanRun(prepared, self._rates, self.cycle_s)
 
@@ -158,7 +147,6 @@ class MockBackend:
             raise PlanError("bad_request", text, field="prefix_id")
 
     def validate(self, request: messages.Validate) -> dict[str, Any]:
-        """See Backend."""
         out: dict[str, Any] = {"max_context": CONTEXT}
         if request.prompt is not None or request.messages is not None:
             out["prompt_tokens"] = _tokens(request)
@@ -169,7 +157,6 @@ class MockBackend:
         return out
 
     def pin(self, request: messages.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
-        """See Backend."""
         tokens = len(words(request.system))
         self._prefixes[request.prefix_id] = {
             "prefix_id": request.prefix_id,
@@ -188,21 +175,16 @@ class MockBackend:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """See Backend."""
         return ()
 
     def prefixes(self) -> list[dict[str, Any]]:
-        """See Backend."""
         return list(self._prefixes.values())
 
     def drop(self, prefix_id: str) -> bool:
-        """See Backend."""
         return self._prefixes.pop(prefix_id, None) is not None
 
     def close(self) -> None:
-        """See Backend."""
-        if self._store is not None:
-            self._store.close()
+        pass
 
 
 class MockPlanRun:
@@ -228,18 +210,15 @@ class MockPlanRun:
 
     @property
     def done(self) -> bool:
-        """See Run."""
         return self._emitted == len(self._script)
 
     @property
     def phase(self) -> messages.Phase:
-        """See Run."""
         if not self._emitted:
             return "prefill"
         return "thinking" if self._script[self._emitted - 1].thinking else "answer"
 
     def step(self) -> Sequence[messages.Chunk]:
-        """See Run."""
         if self._cycle_s:
             time.sleep(self._cycle_s)
         if self._prompt_done < len(self._prepared.prompt):
@@ -253,7 +232,6 @@ class MockPlanRun:
         return self._writer.cycle(pieces, self._emitted)
 
     def result(self, stop: StopReason | None) -> messages.Result:
-        """See Run."""
         pieces = self._script[: self._emitted]
         texts = {
             kind: "".join(p.text for p in pieces if p.thinking is kind) for kind in (True, False)
@@ -272,14 +250,9 @@ class MockPlanRun:
             ),
             timings=self._timings(),
             spec=_spec(self._emitted),
-            closed=self._closed(),
+            closed="natural" if thinking and self._emitted > thinking else "",
         )
         return outcome.result(self._prepared, decoded)
-
-    def _closed(self) -> Literal["", "natural", "hard"]:
-        if not self._thought or self._emitted <= self._thought:
-            return ""
-        return "natural" if self._thought == len(words(THINKING)) else "hard"
 
     def _timings(self) -> Timings:
         e2e = self._ms()
@@ -300,4 +273,4 @@ class MockPlanRun:
         return 1e3 * (time.perf_counter() - self._start)
 
     def close(self) -> None:
-        """See Run."""
+        pass

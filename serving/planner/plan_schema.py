@@ -7,8 +7,8 @@ under this schema is compact JSON, as planner-nano was trained to write it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 from thor_dflash.core.errors import RequestError
@@ -50,7 +50,10 @@ def from_skills(
         RequestError: no skill is possible, an argument is of an unknown kind, or a value is not of
             its type.
     """
-    _check(skills, ids, on_fail)
+    for what, texts in (
+        {f"ids.{kind}": texts for kind, texts in ids.items()} | {"on_fail": on_fail}
+    ).items():
+        _check_texts(what, texts)
     able = {name: args for name, args in skills.items() if _able(name, args, ids)}
     if not able:
         raise RequestError(f"skills must have one that is possible here (got {list(skills)})")
@@ -72,37 +75,10 @@ def from_skills(
     return {"title": NAME, "anyOf": [acts, asks], "$defs": shared}
 
 
-def _check(skills: object, ids: object, on_fail: object) -> None:
-    """Refuse values of other types: a text, too, is a sequence of texts, its letters."""
-    for name, args in _table("skills", skills, "skill -> arguments").items():
-        for arg, kind in _table(f"skills.{name}", args, "argument -> kind").items():
-            if not isinstance(kind, str | Mapping):
-                raise _wrong(f"skills.{name}.{arg}", "the name of a set of ids or a schema", kind)
-    for name, values in _table("ids", ids, "kind -> list of texts").items():
-        _check_texts(f"ids.{name}", values)
-    _check_texts("on_fail", on_fail)
-
-
-def _table(what: str, value: object, rule: str) -> Mapping[str, object]:
-    if not _all_texts(value, Mapping):
-        raise _wrong(what, rule, value)
-    return cast("Mapping[str, object]", value)
-
-
 def _check_texts(what: str, value: object) -> None:
-    if isinstance(value, str) or not _all_texts(value, Sequence):
-        raise _wrong(what, "a list of texts", value)
-
-
-def _all_texts(value: object, kind: type) -> bool:
-    """Whether it is of this kind, and its items or keys are texts."""
-    return isinstance(value, kind) and all(
-        isinstance(item, str) for item in cast("Iterable[object]", value)
-    )
-
-
-def _wrong(what: str, rule: str, value: object) -> RequestError:
-    return RequestError(f"{what} must be {rule} (got {show(value)})")
+    """Refuse a single text: it, too, is a sequence of texts, its characters."""
+    if isinstance(value, str):
+        raise RequestError(f"{what} must be a list of texts (got {show(value)})")
 
 
 def _able(name: str, args: Mapping[str, Kind], ids: Mapping[str, Sequence[str]]) -> bool:

@@ -70,14 +70,12 @@ class LocalPlanner:
         self.close()
 
     def plan(self, ask: messages.PlanRequest) -> messages.Result:
-        """See Planner."""
         for event in self.stream(structs.replace(ask, stream=False)):
             if isinstance(event, messages.Result):
                 return event
         raise AssertionError("a stream ends with its result")
 
     def stream(self, ask: messages.PlanRequest) -> Iterator[messages.Event]:
-        """See Planner."""
         validation.check(ask)
         begun = time.monotonic()
         deadline = deadline_of(ask, begun)
@@ -103,7 +101,6 @@ class LocalPlanner:
             raise PlanError("engine_fault", str(e)) from e
 
     def close(self) -> None:
-        """See Planner."""
         self._backend.close()
 
 

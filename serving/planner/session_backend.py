@@ -15,14 +15,13 @@ from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.grammar.schema import JsonSchema
-from thor_dflash.runtime.measure.power import find_sensors
+from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
-from thor_dflash.serving.planner.power_meter import PowerMeter
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
@@ -67,17 +66,15 @@ class SessionBackend:
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
-        self._meter = PowerMeter(find_sensors(), log)
+        self._sensors = find_sensors()
         self._about = self._described()
 
     @property
     def rates(self) -> LatencyModel:
-        """See Backend."""
         return self._rates
 
     @property
     def about(self) -> BackendInfo:
-        """See Backend."""
         return self._about
 
     def _described(self) -> BackendInfo:
@@ -106,7 +103,6 @@ class SessionBackend:
     # --- warming up
 
     def warm(self) -> None:
-        """See Backend."""
         model = self.session.model
         prompt = self_test.prompt_of(self.session)
         self._check_default()
@@ -138,7 +134,6 @@ class SessionBackend:
     # --- requests
 
     def prepare(self, ask: wire.PlanRequest, left_ms: float | None) -> Prepared:
-        """See Backend."""
         validation.check_values(ask)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
@@ -213,8 +208,7 @@ class SessionBackend:
         """
         messages = validation.messages_of(ask.prompt, ask.messages)
         budget = validation.budget_of(ask, self.config)
-        text = self._render(messages, thinking=budget > 0)
-        prompt = self._encode(text)
+        prompt = self._prompt(messages, thinking=budget > 0)
         if budget == 0 or left_ms is None or (ask.thinking or self.config.thinking) == "on":
             return prompt, budget
         prefix = self.session.prefixes.find(prompt)
@@ -223,8 +217,7 @@ class SessionBackend:
             WORTH_THINKING, budget
         ):
             return prompt, budget
-        closed = self._render(messages, thinking=False)
-        return tuple(self.tokenizer.encode_variant(closed, text, prompt)), 0
+        return self._prompt(messages, thinking=False), 0
 
     def _close_len(self, prompt: tuple[int, ...], budget: int) -> int:
         """Return the tokens of the message that closes the prompt's thinking, 0 without."""
@@ -260,7 +253,6 @@ class SessionBackend:
         return self.session.prefixes.find(prompt)
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
-        """See Backend."""
         admitted = prepared.admitted
         assert admitted is not None
         if left_ms is not None:
@@ -271,13 +263,12 @@ class SessionBackend:
         chunks = self.session.generate(admitted)
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
         self._prefix(prepared.prompt, prepared.ask.prefix_id)
-        watch = self._meter.watch()
+        watch = PowerSampler(self._sensors)
         return SessionRun(
             self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s
         )
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
-        """See Backend."""
         out: dict[str, Any] = {"max_context": self.session.model.limit}
         if request.prompt is not None or request.messages is not None:
             messages = validation.messages_of(request.prompt, request.messages)
@@ -294,7 +285,6 @@ class SessionBackend:
     # --- prefixes
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
-        """See Backend."""
         one, other = (
             self._prompt(
                 [
@@ -320,7 +310,6 @@ class SessionBackend:
         return _shown(prefix)
 
     def keep(self, request: wire.PrefixPut) -> None:
-        """See Backend."""
         # Only this thread drops prefixes: one that is held now stays held until it is written.
         held = self.session.prefixes.list()
         if all(prefix.name != request.prefix_id for prefix in held):
@@ -344,7 +333,6 @@ class SessionBackend:
             raise PlanError("internal", text) from e
 
     def prefixes(self) -> list[dict[str, Any]]:
-        """See Backend."""
         store, held = self._store, self.session.prefixes.list()
         return [
             {**_shown(prefix), "persisted": store is not None and store.has(prefix)}
@@ -353,11 +341,9 @@ class SessionBackend:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """See Backend."""
         return self._skipped
 
     def drop(self, prefix_id: str) -> bool:
-        """See Backend."""
         removed = False
         if self._store is not None:
             with self._disk(prefix_id):
@@ -365,7 +351,6 @@ class SessionBackend:
         return self.session.prefixes.drop(prefix_id) or removed
 
     def close(self) -> None:
-        """See Backend."""
         if self._store is not None:
             self._store.close()
         self.session.close()

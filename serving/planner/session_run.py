@@ -49,16 +49,13 @@ class SessionRun:
 
     @property
     def done(self) -> bool:
-        """See Run."""
         return self._finish is not None
 
     @property
     def phase(self) -> messages.Phase:
-        """See Run."""
         return self._phase
 
     def step(self) -> Sequence[messages.Chunk]:
-        """See Run."""
         before = time.perf_counter()
         self._begun = True
         if self._yield_s:
@@ -87,11 +84,7 @@ class SessionRun:
             return finish
         return "length" if self._answered or not self._prepared.thinks else "thinking_exhausted"
 
-    def _end(self, finish: messages.Finish) -> None:
-        self._finish = finish
-
     def result(self, stop: StopReason | None) -> messages.Result:
-        """See Run."""
         self.close()
         report = self._report()
         now = time.perf_counter()
@@ -132,6 +125,5 @@ class SessionRun:
         return None if power.failed else {rail.name: rail.joules for rail in power.rails} or None
 
     def close(self) -> None:
-        """See Run."""
         cast("Generator[TokenChunk]", self._chunks).close()
         self._watch.stop()

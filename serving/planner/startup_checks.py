@@ -26,15 +26,10 @@ def check_answer(max_tokens: int, model: ModelRunner, prompt: int, closing: int)
     thinking; in tokens.
 
     Raises:
-        ConfigError: naming the longest that fits, or the capacity for one token.
+        ConfigError: naming the longest that fits.
     """
     closed = f" and the message that closes the thinking {closing}" if closing else ""
-    if (most := model.limit - prompt - closing) < 1:
-        raise ConfigError(
-            f"engine.capacity must be at least {model.capacity + 1 - most} to serve: the shortest "
-            f"prompt takes {prompt} tokens{closed} (got {model.capacity})"
-        )
-    if max_tokens > most:
+    if max_tokens > (most := model.limit - prompt - closing):
         raise ConfigError(
             f"serve.max_tokens must be at most {most}: the context has {model.limit} tokens, of "
             f"which the shortest prompt takes {prompt}{closed} (got {max_tokens})"

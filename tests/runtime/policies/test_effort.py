@@ -54,9 +54,9 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: TokenLimits) -> No
             BudgetConfig(tokens=5, reply=20),
             99,
             CARD,
-            r"^decode.budget.reply must be >= 21 .*\(got 20\)",
+            r"^the reply must be >= 21 .*\(got 20 by",
         ),
-        (BudgetConfig(tokens=90), 99, CARD, r"^max_tokens must be >= 111: .*\(got 99\)"),
+        (BudgetConfig(tokens=90), 99, CARD, r"^the reply must be >= 21 .*\(got 9 by"),
         (
             BudgetConfig(effort="low"),
             99,

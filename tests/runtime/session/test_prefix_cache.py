@@ -14,7 +14,7 @@ from support.loop_models import answer, prompt, session
 
 from thor_dflash.core.errors import PackageError, RequestError, TransactionError
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import Request, Session, prefix_file
 from thor_dflash.runtime.session.prefix_cache import PrefixCache, cached_length
 from thor_dflash.runtime.session.prefix_file import HEADER
 
@@ -211,24 +211,16 @@ def test_another_version_device_or_capacity_is_refused(
 ) -> None:
     s.prefixes.put("skills", LONG[:100])
     s.prefixes.save("skills", tmp_path / "p")
-    with monkeypatch.context() as patch:
-        patch.setattr(s.model, "capacity", 256)
-        with pytest.raises(
-            PackageError, match=r"must be written with engine.capacity 256 \(got 512\)"
-        ):
-            s.prefixes.load(tmp_path / "p")
-    with monkeypatch.context() as patch:
-        patch.setattr(type(s.model.engine), "device", "CPU (b)")
-        with pytest.raises(
-            PackageError, match=r"must be written on this device, CPU \(b\) \(got CPU .* 1 threads"
-        ):
-            s.prefixes.load(tmp_path / "p")
-    with monkeypatch.context() as patch:
-        patch.setattr("thor_dflash.runtime.session.prefix_file.__version__", "9.9")
-        with pytest.raises(
-            PackageError, match=r"version of thor-dflash, tool 9.9 \(got \"0.1.0\"\); put the"
-        ):
-            s.prefixes.load(tmp_path / "p")
+    for owner, attribute, value, what in (
+        (s.model, "capacity", 256, "capacity 256"),
+        (s.model, "chunk", 16, "chunk 16"),
+        (type(s.model.engine), "device", "CPU (b)", r"device CPU \(b\)"),
+        (prefix_file, "__version__", "9.9", "tool 9.9"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, value)
+            with pytest.raises(PackageError, match=rf"must be written with {what} \(got"):
+                s.prefixes.load(tmp_path / "p")
     s.prefixes.budget = 10
     with (tmp_path / "large").open("wb") as file:
         file.truncate(HEADER + 11)  # without content, so that only who reads it needs memory

@@ -80,20 +80,9 @@ def test_a_skill_without_anything_to_do_it_with_is_left_out() -> None:
         from_skills(SKILLS, IDS, max_steps=0)
 
 
-@pytest.mark.parametrize(
-    ("skills", "ids", "said"),
-    [
-        (SKILLS, {**IDS, "object": "beck"}, 'ids.object must be a list of texts (got "beck")'),
-        (SKILLS, {**IDS, "place": None}, "ids.place must be a list of texts (got null)"),
-        ({"pick": {"object": ["mug"]}}, IDS,
-         'skills.pick.object must be the name of a set of ids or a schema (got ["mug"])'),
-        (["pick"], IDS, 'skills must be skill -> arguments (got ["pick"])'),
-    ],
-)  # fmt: skip
-def test_what_is_not_of_its_type_is_refused(skills: Any, ids: Any, said: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        from_skills(skills, ids)
-    assert str(caught.value).startswith(said)
+def test_a_text_is_no_list_of_texts() -> None:
+    with pytest.raises(RequestError, match=r'^ids.object must be a list of texts \(got "beck"\)'):
+        from_skills(SKILLS, {**IDS, "object": "beck"})
 
 
 @pytest.mark.parametrize("name", ["a/b", "a~b", "a b", 'quote"', "ü", "%41", "a.b", "#"])

@@ -150,12 +150,12 @@ class Log:
 def _load(
     args: Namespace, config: Config, progress: Progress, log: Callable[[str], None]
 ) -> Backend:
-    # First, because loading a model takes long and another server may be using the directory.
-    prefix_store = _prefix_store(config.serve.prefix_dir) if config.serve.prefix_dir else None
     if args.mock:
         from thor_dflash.serving.planner.mock_backend import MockBackend
 
-        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3, prefix_store)
+        return MockBackend(config.serve, (args.mock_cycle_ms or 0.0) / 1e3)
+    # First, because loading a model takes long and another server may be using the directory.
+    prefix_store = _prefix_store(config.serve.prefix_dir) if config.serve.prefix_dir else None
     from thor_dflash.runtime.session import open_session
     from thor_dflash.serving.planner.session_backend import SessionBackend
 
