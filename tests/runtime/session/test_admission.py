@@ -173,7 +173,8 @@ def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
     assert (low.code, low.out["close_kind"]) == (0, "hard")
     assert low.out["usage"]["thinking_tokens"] == 31 + CLOSE - 2  # type: ignore[index]
     relaxed = generate(capsys, package, "--accept", "relaxed", "--set", "decode.relaxed.k=9",
-                       "--set", "decode.relaxed.margin=5", "--max-tokens", "60", *SHORT)  # fmt: skip
+                       "--set", "decode.relaxed.margin=5", "--max-tokens", "60",
+                       *SHORT)  # fmt: skip
     assert relaxed.out["phases"]["thinking"]["relaxed"] > 0  # type: ignore[index]
     soft = generate(capsys, package, *common, "--thinking-budget", "60", "--thinking-close",
                     "soft", "--set", "decode.budget.ratio=0.000001")  # fmt: skip
