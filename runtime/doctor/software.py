@@ -58,8 +58,8 @@ DRIVER_REMEDIES = {
 }
 """Name of the driver error -> the command that diagnoses or fixes it."""
 
-JETPACK_TENSORRT = ((10, 13), (10, 16))
-"""First and last TensorRT version in JetPack 7.0 to 7.2. Source: NVIDIA's release notes."""
+TENSORRT = (10, 13)
+"""First TensorRT that the builder is written for, in JetPack 7.0."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -181,8 +181,9 @@ def tensorrt(found: TensorRT, *, jetson: bool, needed: bool, unused: bool) -> Fi
     if text := mixed(found):
         return Finding("tensorrt", missing(not unused), text, _tensorrt_remedy(jetson))
     text = _versions(found)
-    if outside := _outside(numbers(found.bindings)[:3], jetson):
-        return Finding("tensorrt", "warn", f"{text}; {outside}", _tensorrt_remedy(jetson))
+    if numbers(found.bindings) < TENSORRT:
+        text += "; 10.13 or later is needed"
+        return Finding("tensorrt", "warn", text, _tensorrt_remedy(jetson))
     return Finding("tensorrt", "ok", text)
 
 
@@ -202,15 +203,6 @@ def _versions(found: TensorRT) -> str:
 def _library(number: int) -> tuple[int, ...]:
     """101303 as (10, 13, 3)."""
     return (number // 10000, number // 100 % 100, number % 100) if number else ()
-
-
-def _outside(bindings: tuple[int, ...], jetson: bool) -> str:
-    first, last = JETPACK_TENSORRT
-    if jetson and not first <= bindings[:2] <= last:
-        return "JetPack 7 has 10.13 to 10.16"
-    if not jetson and bindings[:2] < first:
-        return "the builder is written for 10.13 to 11"
-    return ""
 
 
 def _tensorrt_remedy(jetson: bool) -> str:

@@ -67,7 +67,8 @@ def test_a_full_disk_is_one_line() -> None:
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 2
-    assert done.stderr == "thor-dflash: stdout must be writable (got: No space left on device)\n"
+    assert done.stderr.startswith("thor-dflash: ")
+    assert done.stderr.endswith("No space left on device)\n")
 
 
 def test_ctrl_c_is_130_and_one_line() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
-T = TypeVar("T")
 VERSION = 0x20080522
 """_LINUX_CAPABILITY_VERSION_3."""
 READS_ALL = 1 << 1 | 1 << 2
@@ -28,23 +25,6 @@ def unprivileged() -> Iterator[None]:
     finally:
         sets[0] = had
         _call("capset", sets)
-
-
-def asked_unprivileged(ask: Callable[[], T]) -> T:
-    """Call `ask` where file modes hold for access(2), too, and return what it returns. For root,
-    access(2) goes by the permitted capabilities, not by the effective ones. A thread cannot get
-    permitted capabilities back, so this one is used for the call alone.
-    """
-
-    def without() -> T:
-        sets = _sets()
-        sets[0] &= ~READS_ALL
-        sets[1] &= ~READS_ALL
-        _call("capset", sets)
-        return ask()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(without).result()
 
 
 def _sets() -> ctypes.Array[ctypes.c_uint32]:

@@ -12,12 +12,8 @@ import argparse
 import errno
 import importlib
 import json
-import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli import option_checks, stdio
@@ -31,19 +27,21 @@ if TYPE_CHECKING:
     from thor_dflash.core.progress import Progress
 
 
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
+"""Errors of a disk, which do not name the file if it was already open."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return the exit status."""
     try:
         return _main(argv)
     finally:
+        stdio.settle(sys.stdout)
         stdio.settle(sys.stderr)
 
 
 def _main(argv: Sequence[str] | None) -> int:
     try:
-        stdio.prepare()
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _interrupt)
         status = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except ThorError as e:
@@ -53,48 +51,14 @@ def _main(argv: Sequence[str] | None) -> int:
         _print_error("interrupted")
         return 130
     except BrokenPipeError:
-        stdio.discard(sys.stdout)
         return 141
     except OSError as e:
-        # The user can fix a path that the system refuses (too long, no permission), a disk that is
-        # full, and a stdout that cannot be written.
-        rule = _violated_rule(e)
-        if not rule:
+        # The user can fix a path that the system refuses (too long, no permission) and a full disk.
+        if e.filename is None and e.errno not in DISK_ERRORS:
             raise
-        _print_error(f"{rule} (got: {e.strerror})")
+        _print_error(f"{e.filename or 'every file'} must be usable (got: {e.strerror})")
         return 2
     return status
-
-
-def _violated_rule(e: OSError) -> str:
-    """The rule that the machine violates; empty if the error is not the machine's."""
-    if e.filename is not None:
-        return f"{e.filename} must be usable"
-    if stdio.is_broken(sys.stdout):
-        return "stdout must be writable"
-    # An error on a file that was already open does not carry its name.
-    return "every file must be readable and writable" if e.errno in DISK_ERRORS else ""
-
-
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C, but later while a module is being imported: an interrupt then can turn into an
-    ImportError, or crash the process in the middle of loading a library.
-    """
-    while frame is not None and frame.f_code is not _main.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            again = threading.Timer(INTERRUPT_DELAY, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-INTERRUPT_DELAY = 0.02
-"""Delay of a Ctrl-C during an import, seconds."""
 
 
 def _print_error(text: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from itertools import takewhile
 from typing import Any, NoReturn
 
 import thor_dflash
@@ -23,23 +21,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{cut(message, MESSAGE)} (see {self.prog} --help)")
-
-    def check(self, arguments: Sequence[str]) -> None:
-        """Refuse an unknown option.
-
-        Raises:
-            ConfigError: there is one; names the nearest known one. argparse alone would first
-                complain of a missing option, even if it is there but misspelt.
-        """
-        for argument in takewhile("--".__ne__, arguments):
-            name = argument.partition("=")[0]
-            # As in argparse, an argument with a space is a value and not an option.
-            if not name.startswith("--") or " " in argument or name in self._option_string_actions:
-                continue
-            known = [option for option in self._option_string_actions if option.startswith("--")]
-            near = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            self.error(f"{name} must be an option of {self.prog.split()[-1]}{hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own takes a full disk, and a pipe without a reader, for success.
@@ -78,8 +59,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: it is invalid; the message names the --help to see.
     """
     top, commands = _parsers(argv[:1])
-    if argv and argv[0] in commands:
-        commands[argv[0]].check(argv[1:])
     args, others = top.parse_known_args(argv)
     if others:
         commands[args.command].error(f"unrecognized arguments: {' '.join(others)}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
 INTERVAL = 2.0
@@ -18,21 +17,23 @@ INTERVAL = 2.0
 State = Literal["running", "done", "failed"]
 
 
-class ProgressTask(Protocol):
-    """One task in progress."""
+class ProgressTask:
+    """One task in progress: counts its units and passes every change to `show(done, state)`."""
+
+    def __init__(self, show: Callable[[int, State], None]) -> None:
+        self._show = show
+        self._done = 0
 
     def advance(self, n: int) -> None:
         """Report that `n` more units are done."""
-        ...
+        self._done += n
+        self._show(self._done, "running")
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._show(self._done, "done" if error is None else "failed")
 
 
 class Progress(Protocol):
@@ -79,7 +80,7 @@ class Silent:
 
     def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
         """See Progress."""
-        return _Counter(lambda done, state: None)
+        return ProgressTask(lambda done, state: None)
 
     def close(self) -> None:
         """See Progress."""
@@ -108,7 +109,7 @@ class Lines:
                 last = now
                 print_line(self._stream, f"{label} {_part(done, total, unit)}")
 
-        return _Counter(show)
+        return ProgressTask(show)
 
     def close(self) -> None:
         """See Progress."""
@@ -151,34 +152,11 @@ class Bars:
             if self._open == 0:
                 self._bars.stop()
 
-        return _Counter(show)
+        return ProgressTask(show)
 
     def close(self) -> None:
         """See Progress."""
         self._bars.stop()
-
-
-class _Counter:
-    """A Task that counts units and passes every change to `show(done, state)`."""
-
-    def __init__(self, show: Callable[[int, State], None]) -> None:
-        self._show = show
-        self._done = 0
-
-    def advance(self, n: int) -> None:
-        self._done += n
-        self._show(self._done, "running")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._show(self._done, "done" if error is None else "failed")
 
 
 def choose(stream: TextIO, *, quiet: bool = False) -> Progress:

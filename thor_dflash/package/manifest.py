@@ -24,7 +24,6 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.progress import Progress
-from thor_dflash.package import integrity
 
 FORMAT = 4
 """Version of the package format. A runtime reads only its own version."""
@@ -38,6 +37,8 @@ WEIGHTS = "weights/"
 """Directory of the files that hold only numbers."""
 NAMED = 5
 """Maximum problems named in one error message."""
+UNEXPECTED = "that no build wrote"
+"""How the text of anything unexpected ends."""
 CHUNKED = "observe_chunk"
 """The only step whose graph does not depend on the block width."""
 CHUNK_STEPS = ("prefill", CHUNKED)
@@ -290,20 +291,22 @@ def checking(package: Path, manifest: Manifest, progress: Progress) -> Generator
 
 
 def check_files(package: Path, manifest: Manifest) -> None:
-    """Check that the package holds the files of its manifest, readable and of the right sizes, and
-    nothing else. Does not hash them.
+    """Check that the package holds the files of its manifest, of the right sizes, and no others,
+    nor a directory behind a link, through which ONNX Runtime refuses to read. Does not hash them.
 
     Raises:
-        PackageError: names the files that are missing, truncated, unreadable or extra.
+        PackageError: names the files that are missing, truncated or extra.
     """
-    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    found = integrity.inspect(package, sizes, NAME)
-    # Reported before other problems: an unreadable file may be intact, and a rebuild is no remedy.
-    if found.closed:
-        raise PackageError(
-            f"{package} must be readable, and its directories no links (got {_named(found.closed)})"
-        )
-    _refuse(package, found.wrong)
+    problems: list[str] = []
+    for name, entry in manifest.files.items():
+        path = package / name
+        if not path.is_file():
+            problems.append(f"{name} missing")
+        elif (size := path.stat().st_size) != entry.bytes:
+            problems.append(f"{name} of {size} bytes, not {entry.bytes}")
+    every = (p for p in package.rglob("*") if p.is_symlink() or not p.is_dir())
+    extra = {p.relative_to(package).as_posix() for p in every} - manifest.files.keys() - {NAME}
+    _refuse(package, [*problems, *(f"{name} {UNEXPECTED}" for name in sorted(extra))])
 
 
 def _refuse(package: Path, problems: Sequence[str]) -> None:
@@ -312,7 +315,7 @@ def _refuse(package: Path, problems: Sequence[str]) -> None:
 
 
 def _refusal(package: Path, problems: Sequence[str]) -> PackageError:
-    strange = all(text.endswith(integrity.UNEXPECTED) for text in problems)
+    strange = all(text.endswith(UNEXPECTED) for text in problems)
     remedy = "remove it" if strange else REBUILD
     return PackageError(f"{package} must hold what was built (got {_named(problems)}); {remedy}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -224,7 +223,7 @@ def write_random(shape: str, out: Path, config: Config, progress: Progress) -> P
     Return its real path.
 
     Raises:
-        ConfigError: `out` exists, or the disk has too little space.
+        ConfigError: `out` exists.
         PackageError: `out` is inside another package.
     """
     from thor_dflash.builders.output.atomic_package import parents
@@ -255,9 +254,6 @@ def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.measure.random_weights import RandomWeights, SavedWeights
 
     made = hollow(shape, part, next(variants(config, ablations=False)))
-    need = _weight_bytes(part, made)
-    if (free := shutil.disk_usage(part).free) < need:
-        raise ConfigError(f"--out must have {need:,} bytes free (got {free:,})")
     fill = SavedWeights(RandomWeights(part, config.engine.cubins_directory), progress)
     with closing(CudaEngine(part, config.engine, progress, fill)) as engine:
         ModelRunner(engine, made, made.capacity, made.block)
@@ -268,15 +264,6 @@ def _fill(shape: str, part: Path, config: Config, progress: Progress) -> None:
         }
     made = dataclasses.replace(made, files=entries)
     (part / manifest.NAME).write_text(manifest.render(made), encoding="utf-8")
-
-
-def _weight_bytes(package: Path, made: Manifest) -> int:
-    """Bytes of the weights of all programs, each counted once."""
-    from thor_dflash.package.launch_program import ENDING, read
-
-    names = [name.removesuffix(ENDING) for name in made.files if name.endswith(ENDING)]
-    weights = {n: w for name in names for n, w in read(package, name).weights.items()}
-    return sum(weight.nbytes for weight in weights.values())
 
 
 def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[Figure]:

@@ -58,18 +58,12 @@ def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-_UPGRADES = ("Unsupported upgrade request", "No supported WebSocket library")
-"""Beginnings of lines about a request that offers another protocol and is served all the same."""
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether to log a record: not the tracebacks of requests cancelled by the shutdown, which are
     no errors. A request's is an exception; the application's own is only a text.
     """
     error = record.exc_info[1] if record.exc_info else None
     message = record.getMessage()
-    if message.startswith(_UPGRADES):
-        return False
     return not (
         isinstance(error, asyncio.CancelledError) or asyncio.CancelledError.__name__ in message
     )

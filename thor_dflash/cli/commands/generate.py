@@ -72,8 +72,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             print_line(sys.stderr, f"note: {text}")
         answer = Answer(session.tokenizer, request.prompt) if session.tokenizer else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
-        if args.json:
-            chunks = _reported(chunks, progress)
         output = _stream(chunks, answer, quiet=args.json)
         report = session.report()
     for text in unused_schema_notes(request, answer.text() if answer else ""):
@@ -97,16 +95,6 @@ def _read(chunks: Iterator[TokenChunk], length: int, progress: Progress) -> Iter
                 chunk = next(chunks)
     yield chunk
     yield from chunks
-
-
-def _reported(chunks: Iterator[TokenChunk], progress: Progress) -> Iterator[TokenChunk]:
-    """Pass on the chunks of an answer that is not printed while it comes, as progress."""
-    yield (chunk := next(chunks))  # the first is there once the prompt is read
-    with progress.task("answering", None, "tokens") as task:
-        task.advance(len(chunk.tokens))
-        for chunk in chunks:
-            task.advance(len(chunk.tokens))
-            yield chunk
 
 
 def _stream(chunks: Iterator[TokenChunk], answer: Answer | None, *, quiet: bool) -> Completion:

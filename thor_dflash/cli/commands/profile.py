@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 from argparse import Namespace
@@ -17,7 +16,7 @@ import thor_dflash
 from thor_dflash.cli import output_files
 from thor_dflash.cli.input_files import read_json
 from thor_dflash.cli.report.profile_page import page
-from thor_dflash.cli.report.profile_text import TITLES, table
+from thor_dflash.cli.report.profile_text import table
 from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
 from thor_dflash.config.tree import Config
 from thor_dflash.core import message_text, strict_records
@@ -127,22 +126,13 @@ def _check_outputs(args: Namespace) -> None:
 
 
 def _tell(found: Profile, base: Profile | None, args: Namespace) -> None:
-    # Write the files even if printing fails because the reader of stdout has gone.
+    text = json.dumps(strict_records.encode(found)) if args.json else table(found, base)
     try:
-        print(
-            json.dumps(strict_records.encode(found)) if args.json else table(found, base),
-            flush=True,
-        )
-    finally:
-        _write(found, base, args)
-
-
-def _write(found: Profile, base: Profile | None, args: Namespace) -> None:
-    try:
+        print(text, flush=True)
+    finally:  # also if the reader of stdout has gone
         if args.html:
             with output_files.whole(args.html) as file:
                 file.write(page(found, base).encode())
-    finally:  # a page that cannot be written takes no trace with it
         if args.trace:
             with output_files.whole(args.trace) as file:
                 file.write(json.dumps(trace(found)).encode())
@@ -155,14 +145,7 @@ def _base(path: Path) -> Profile:
     if table is None:
         text = f"{path} must be a JSON object, as profile --json prints it"
         raise RequestError(f"{text} (got {message_text.show(value)})")
-    found = strict_records.decode(Profile, table, str(path), RequestError)
-    if missing := TITLES.keys() - found.times.keys():
-        got = message_text.cut(", ".join(found.times))
-        raise RequestError(f"{path}.times must hold {min(missing)} (got {got})")
-    for name in TITLES:
-        if not 0 < (median := found.times[name].median) < math.inf:
-            raise RequestError(f"{path}.times.{name}.median must be above 0 (got {median})")
-    return found
+    return strict_records.decode(Profile, table, str(path), RequestError)
 
 
 def _subject(

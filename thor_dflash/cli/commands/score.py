@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -12,7 +11,6 @@ from zipfile import ZipFile
 from thor_dflash.cli import output_files
 from thor_dflash.cli.input_files import in_vocabulary, read_tokens
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 
@@ -49,12 +47,8 @@ def write_blocks(
     written.
 
     Raises:
-        RequestError: it cannot be written, or the disk has too little space, which is checked
-            before any row is computed.
+        RequestError: it cannot be written.
     """
-    need = sum(4 * rows * columns for rows, columns in shapes.values())
-    if (free := shutil.disk_usage(out.parent).free) < need:
-        raise RequestError(f"--out must have {need:,} bytes free (got {free:,})")
     taps: list[Array] = []
 
     def logits() -> Iterator[Array]:
