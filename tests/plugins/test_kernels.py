@@ -36,7 +36,7 @@ from support.row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, s
 from support.sites_27b import sites as model_sites
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins import LINEAR, OPS
+from thor_dflash.plugins import GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.cuda.compile import OPTIONS, architecture
 from thor_dflash.plugins.launch import (
@@ -255,7 +255,14 @@ def check_compiled(source: Path, defines: Defines, kernels: Mapping[str, int], a
         assert not found.spilled, f"{source.name} {defines} {kernel}: {found}"
 
 
-@every_operator
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=pytest.mark.slow if op in (GDN, VERIFY_ATTENTION) else ())
+        for op in OPERATORS
+    ],
+    ids=lambda op: op.name,
+)
 def test_every_kernel_compiles_for_a_thor(op: Op) -> None:
     """With the constants of one call of the full model, or of a case where it has none."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (the extra [cuda])")

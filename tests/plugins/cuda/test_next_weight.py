@@ -42,10 +42,8 @@ operators = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op
 @emulated
 @operators
 def test_prefetching_changes_no_result(op: Op) -> None:
-    for call in list(of_few_rows(op).values())[:3]:
-        alone = launch(call, Emulator(1), THOR)
-        got = launch(fetching(call), Emulator(1), THOR)
-        same_bits(got, alone)
+    call = next(iter(of_few_rows(op).values()))
+    same_bits(launch(fetching(call), Emulator(1), THOR), launch(call, Emulator(1), THOR))
 
 
 @emulated

@@ -94,7 +94,7 @@ BLOCKS = {
 HARD = ("bidirectional_window", "late_first", "three_heads_share_keys", "32_rows", "far")
 
 
-@pairwise(quick=6, shape=sorted(BLOCKS, key=lambda name: name not in HARD), device=[THOR, H100])
+@pairwise(quick=3, shape=sorted(BLOCKS, key=lambda name: name not in HARD), device=[THOR, H100])
 def test_a_block_attends_as_the_reference_says(shape: str, device: Device) -> None:
     run(DRAFT_ATTENTION, block(*BLOCKS[shape]), Emulator(seed=3), device)
 
@@ -103,7 +103,7 @@ WHOLE = [name for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB ==
 """Only rows that fill whole slabs are left for the next product."""
 
 
-@pairwise(quick=4, shape=WHOLE, device=[H100, THOR])
+@pairwise(quick=2, shape=WHOLE, device=[H100, THOR])
 def test_rows_can_be_left_for_the_next_product(shape: str, device: Device) -> None:
     """The slabs hold the very rows, whether a row's context is cut into several pieces or not."""
     call = call_of(DRAFT_ATTENTION, block(*BLOCKS[shape]))

@@ -27,7 +27,7 @@ SEVERAL = Device((9, 0), 12)
 
 @emulated
 @pairwise(
-    quick=3,
+    quick=2,
     wide=[False, True],
     shape=[
         (3, (3, 9), "records"), (8, (1, 3), "states"), (32, (1, 3), "records"),
@@ -56,7 +56,7 @@ def test_gdn_leaves_rows_for_the_next_product(
 
 @emulated
 @pairwise(
-    quick=3,
+    quick=2,
     rows=[1, 16, 32, 5, 17],
     shape=[
         (1, 128, THOR),  # the first of two blocks has no head
@@ -75,7 +75,7 @@ def test_a_product_applies_the_factors_of_heads(rows: int, shape: tuple[int, int
 
 
 @emulated
-@pairwise(quick=3, rows=[3, 16, 32], parts=[2, 4, 8], size=[(8, 2), (4, 3)])
+@pairwise(quick=2, rows=[3, 16, 32], parts=[2, 4, 8], size=[(8, 2), (4, 3)])
 def test_any_cut_applies_the_factors_of_heads(
     rows: int, parts: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

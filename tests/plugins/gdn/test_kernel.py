@@ -9,6 +9,7 @@ import pytest
 from emulator import runner
 from emulator.compiler import EmulatorFault
 from emulator.runner import EARLY, Emulator
+from support.coverings import some
 from support.gdn_cases import case_of, poisoned, prefill
 from support.kernel_runner import call_of, compare, launch
 
@@ -43,19 +44,21 @@ def check(case: OpCase, device: Device = THOR, seed: int = 0) -> Mapping[str, Ar
 
 @pytest.mark.parametrize(
     ("rows", "held", "accepted"),
-    [(16, 16, 0), (16, 16, 1), (16, 16, 2), (16, 16, 3), (16, 16, 16), (1, 16, 7), (16, 1, 1),
-     (4, 16, 9), (32, 32, 31), (7, 5, 4)],
-)  # fmt: skip
+    some(
+        [(16, 16, 0), (16, 16, 3), (16, 16, 16), (1, 16, 7), (16, 1, 1), (32, 32, 31), (7, 5, 4)],
+        [(16, 16, 3), (32, 32, 31), (7, 5, 4)],
+    ),
+)
 def test_a_block_is_the_reference_whatever_is_folded(rows: int, held: int, accepted: int) -> None:
     check(case_of(accepted, rows, held, accepted), seed=accepted)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 9), (2, 2), (3, 12), (1, 5)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 9), (1, 5)], ids=str)
 def test_value_heads_of_any_ratio_to_key_heads(heads: tuple[int, int]) -> None:
     check(case_of(3, 5, 4, 3, heads))
 
 
-@pytest.mark.parametrize("accepted", [0, 1, 6])
+@pytest.mark.parametrize("accepted", some([0, 1, 6], [6]))
 def test_a_state_is_saved_after_every_row(accepted: int) -> None:
     check(case_of(accepted, 6, 6, accepted, saves="states"))
 
@@ -112,7 +115,10 @@ def test_bits_depend_neither_on_the_device_nor_on_the_order_of_threads() -> None
 
 @pytest.mark.parametrize(
     ("rows", "accepted", "valid"),
-    [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
+    some(
+        [(64, 0, 64), (64, 3, 1), (64, 5, 2), (96, 1, 33), (70, 2, 69), (5, 4, 3), (160, 0, 97)],
+        [(64, 3, 1), (160, 0, 97)],
+    ),
 )
 def test_a_prefill_is_the_reference_wherever_it_ends(rows: int, accepted: int, valid: int) -> None:
     check(prefill(case_of(valid, rows, 16, accepted, mode="prefill"), valid))

@@ -13,7 +13,7 @@ from emulator.runner import LATE, Emulator
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import kernel_runner
-from support.coverings import pairwise
+from support.coverings import pairwise, some
 from support.linear_shapes import BF16, N4, SHAPES, bf16, nvfp4
 
 from thor_dflash.core.tensors import Array, DType
@@ -101,7 +101,7 @@ def test_any_layout_is_cut_whole(
     assert made(plan, partition(plan, count)) == wanted(plan)
 
 
-@pytest.mark.parametrize("rows", [16, 40, 64, 130])
+@pytest.mark.parametrize("rows", some([16, 40, 64, 130], [16, 40]))
 def test_segments_may_end_inside_a_strip(rows: int) -> None:
     rng = np.random.default_rng(rows)
     inputs: dict[str, Array] = {
@@ -116,7 +116,9 @@ def test_segments_may_end_inside_a_strip(rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "seed", "n", "items"),
-    [*((rows, seed, 1664, 7) for rows in (3, 16, 20) for seed in (0, 1, 5)), (3, 1, 4416, 18)],
+    some(
+        [(3, 0, 1664, 7), (16, 1, 1664, 7), (20, 5, 1664, 7), (3, 1, 4416, 18)], [(20, 5, 1664, 7)]
+    ),
 )
 def test_a_block_may_have_any_number_of_items(rows: int, seed: int, n: int, items: int) -> None:
     """One cluster has them all: of four n-tiles each, except the last."""
@@ -158,7 +160,9 @@ def test_an_item_of_any_kind_may_follow_another(
         kernel_runner.compare(LINEAR, got, call.want)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5, *(LATE + warp for warp in range(9))])
+@pytest.mark.parametrize(
+    "seed", some([0, 5, *(LATE + warp for warp in range(9))], [5, LATE, LATE + 7])
+)
 def test_warps_without_an_n_tile_keep_step_with_the_others(seed: int) -> None:
     """Short items, the later ones of one n-tile. Warps with nothing to finish would soon be two
     items ahead if they did not wait until the space for the sums is free. And the others would soon
@@ -183,7 +187,7 @@ def site(
     return CallSite(LINEAR, LINEAR.complete(attributes), {**shaped, **outputs})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("rows", some([1, 16, 32], [16]))
 def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     """Rows x * (offset + w), and 1 / rms as a factor at the end, give the normed product, up to the
     rounding of the rows.
@@ -207,7 +211,7 @@ def test_rows_that_come_normed_give_what_the_norm_gives(rows: int) -> None:
     )
 
 
-@pairwise(quick=3, rows=[1, 16, 32], wide=[False, True])
+@pairwise(quick=2, rows=[1, 16, 32], wide=[False, True])
 def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> None:
     rng = np.random.default_rng(rows)
     inputs = {

@@ -40,7 +40,7 @@ def thin(rows: int, k: int, segments: Sequence[tuple[str, int]] = THIN) -> OpCas
 
 
 @emulated
-@pairwise(quick=4, rows=[1, 16, 32], k=[16, 128, 320, 1152], multiprocessors=[3, 5, 40])
+@pairwise(quick=2, rows=[1, 16, 32], k=[16, 128, 320, 1152], multiprocessors=[3, 5, 40])
 def test_halves_of_bf16_tiles_equal_the_reference(rows: int, k: int, multiprocessors: int) -> None:
     check(kernel_runner.call_of(LINEAR, thin(rows, k)), Device((9, 0), multiprocessors), rows)
 

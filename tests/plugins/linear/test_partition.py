@@ -57,7 +57,7 @@ ROWS, BLOCKS = (40, 64, 70, 130, 200, 300), (1, 2, 5, 6, 12, 132)
 
 
 @needs_emulator
-@pairwise(quick=6, rows=ROWS, blocks=BLOCKS)
+@pairwise(quick=3, rows=ROWS, blocks=BLOCKS)
 def test_any_cut_gives_the_product(rows: int, blocks: int) -> None:
     """Nine n-tiles, so that in the last piece, of one n-tile, most of a block's warps are idle."""
     rng = np.random.default_rng(rows)

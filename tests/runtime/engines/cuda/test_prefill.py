@@ -13,6 +13,7 @@ from thor_dflash.runtime.engines.cuda.binding import cuda
 pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="needs g++")
 
 
+@pytest.mark.slow
 def test_a_prompt_and_blocks_of_another_width(tmp_path: Path) -> None:
     """A prefill step of 48 rows, 37 of them valid, folds a whole block. It updates the convolution
     tails but not the records, so these two are at different places for the next block.
