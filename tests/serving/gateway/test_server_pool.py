@@ -200,23 +200,6 @@ def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None
     assert (len(without.requests), len(having.requests)) == (1, 2)
 
 
-def test_a_model_is_unknown_only_when_all_servers_have_named_theirs() -> None:
-    known, new = Fake(), Fake(name="new")
-    pool = pool_of(known, new)
-    pool.members[1].model = ""
-    assert asyncio.run(pool.knows("mock"))
-    assert new.calls == []  # not asked, since the first one has the model
-    assert asyncio.run(pool.knows("new"))
-    assert not asyncio.run(pool.knows("other"))
-    assert (known.calls, new.calls) == ([], ["hello"])
-    pool = pool_of(known, Fake("unreachable"), Fake("unauthorized"))
-    for member in pool.members[1:]:
-        member.model = ""
-    with pytest.raises(PlanError) as caught:
-        asyncio.run(pool.knows("other"))
-    assert caught.value.code == "unauthorized"
-
-
 # --- health checks
 
 

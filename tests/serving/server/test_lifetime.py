@@ -78,24 +78,6 @@ def test_plans_wait_for_the_self_test(house: Any) -> None:
     assert peer.ask(**SMALL, id="p")["status"] == "ok"
 
 
-def test_stopping_finishes_what_was_taken_and_takes_no_more(house: Any) -> None:
-    server, held = house.held()
-    peer = house.peer(server)
-    peer.send(**SMALL, id="a", session="a")
-    peer.send(**SMALL, id="b", session="b")
-    until(lambda: peer.ask(op="health", id="h")["waiting"] == 1)
-    server.stop()
-    until(lambda: peer.ask(op="health", id="h")["state"] == "draining")
-    assert (
-        house.log[-1]
-        == "finishing 2 plans, for up to 10 s; one more signal ends the server at once"
-    )
-    assert peer.ask(**SMALL, id="c", session="c")["code"] == "draining"
-    held.let()
-    assert peer.final("a")["status"] == "ok"
-    assert peer.final("b")["status"] == "ok"
-
-
 def test_admin_operations_must_be_allowed(house: Any, tmp_path: Path) -> None:
     peer = house.peer(house.mock())
     for op in ("drain", "shutdown"):

@@ -80,16 +80,6 @@ def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:
     assert child.wait(20) == 0
 
 
-def test_a_reader_of_the_log_that_stalls_holds_up_nothing(
-    start: Start, planner: RemotePlanner
-) -> None:
-    child = start("--log-prompts")
-    for _ in range(9):  # more than the 64 KiB that a pipe holds
-        assert planner.plan(PlanRequest(prompt="x" * 20_000)).status == "ok"
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == 0
-
-
 def test_systemd_is_notified(start: Start) -> None:
     name = f"\0thor-dflash-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reader:
