@@ -56,7 +56,7 @@ def test_every_size_gives_the_same_tokens(every: Session) -> None:
     assert told[0] == told[1] == told[2]
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 99, 100, 101, 107, 108, 109, 200, 233])
+@pytest.mark.parametrize("length", [1, 8, 9, 32, 33, 100, 108, 233])
 def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
     every: Session, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:

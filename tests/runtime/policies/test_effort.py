@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 
 from thor_dflash.builders.model_card import make_card
-from thor_dflash.config.build import CLOSING_MESSAGE, CardConfig
+from thor_dflash.config.build import CardConfig
 from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import ModelCard
 from thor_dflash.runtime.policies.effort import TokenLimits, effort_tokens, resolve_limits
 
 CARD = make_card(CardConfig(), 262144)
-
-
-def test_the_card_of_the_27b() -> None:
-    assert CARD.close == CLOSING_MESSAGE
-    assert (CARD.max_tokens, CARD.complex, CARD.reply) == (32768, 81920, 4096)
-    tiers = (CARD.low, CARD.medium, CARD.high, CARD.x_high, CARD.max)
-    assert tiers == (3584, 14336, 28672, 53248, 77824)
-    assert CARD.source
 
 
 def test_the_card_of_a_small_model_and_one_with_given_tiers() -> None:
