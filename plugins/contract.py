@@ -1,12 +1,10 @@
-"""The contract of one operator, and the cases that its implementations are tested on."""
+"""The contract of one operator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
 
@@ -81,15 +79,6 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class OpCase:
-    """Inputs and attributes to run an implementation on; absent optional inputs are left out."""
-
-    name: str
-    inputs: Arrays
-    attributes: Mapping[str, Attribute]
-
-
-@dataclass(frozen=True, slots=True)
 class Op:
     """One operator.
 
@@ -104,7 +93,6 @@ class Op:
     attributes: Mapping[str, Attribute]
     """Every attribute with its default."""
     reference: Callable[[Arrays, Attributes], dict[str, Array]]
-    cases: Callable[[np.random.Generator], Iterator[OpCase]]
     folder: Path
     group: tuple[Port, ...] = ()
     out_group: tuple[Port, ...] = ()

@@ -44,7 +44,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.accept.record import HEADER, Record
-from thor_dflash.plugins.accept.reference import cases, reference
+from thor_dflash.plugins.accept.reference import reference
 from thor_dflash.plugins.contract import Attributes, Op, Port
 
 __all__ = ["OP", "Record"]
@@ -78,7 +78,6 @@ OP = Op(
     attributes={"vocab": 0, "rows": 16},
     derived=_derived,
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
     rtol=0.0,
 )

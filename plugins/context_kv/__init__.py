@@ -26,7 +26,7 @@ Source: vLLM qwen3_dflash.py precompute_and_store_context_kv.
 from pathlib import Path
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.context_kv.reference import cases, reference
+from thor_dflash.plugins.context_kv.reference import reference
 from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
@@ -62,6 +62,5 @@ OP = Op(
     },
     aliases={"next_ring_k#": "ring_k#", "next_ring_v#": "ring_v#"},
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

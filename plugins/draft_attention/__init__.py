@@ -28,7 +28,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
-from thor_dflash.plugins.draft_attention.reference import cases, reference
+from thor_dflash.plugins.draft_attention.reference import reference
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 
@@ -63,6 +63,5 @@ OP = Op(
     },
     derived=_derived,
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

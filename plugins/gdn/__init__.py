@@ -42,7 +42,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
-from thor_dflash.plugins.gdn.reference import cases, reference
+from thor_dflash.plugins.gdn.reference import reference
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 _F32 = (DType.F32,)
@@ -105,6 +105,5 @@ OP = Op(
     derived=_derived,
     absent=_absent,
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

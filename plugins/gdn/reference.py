@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, OpCase
+from thor_dflash.plugins.contract import Arrays, Attributes
 from thor_dflash.plugins.numpy_math import rounded, sigmoid, silu, wide
 
 
@@ -89,70 +87,3 @@ def _step(
     d = beta[:, None] * (v - np.einsum("hkv,hk->hv", state, k))
     state = state + k[:, :, None] * d[:, None, :]
     return state, d, np.einsum("hkv,hk->hv", state, q)
-
-
-def gdn_case(
-    rng: np.random.Generator,
-    rows: int,
-    held: int,
-    accepted: int,
-    attributes: dict[str, Attribute],
-    dtype: DType = DType.F32,
-) -> OpCase:
-    """Returns a case with random inputs; the records are in the range that a real call writes."""
-    a = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16} | attributes
-    hk, hv, dk, dv = (int(a[n]) for n in ("key_heads", "value_heads", "key_dim", "value_dim"))
-    channels = 2 * hk * dk + hv * dv
-
-    def normal(*shape: int) -> Array:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    x = {
-        "qkv": normal(rows, channels),
-        "b": normal(rows, hv),
-        "a": normal(rows, hv),
-        "tail": normal(3, channels),
-        "record_qkv": normal(held, channels),
-    }
-    x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
-        "conv_weight": normal(channels, 1, 4),
-        "a_log": np.log(rng.uniform(0.5, 8, hv)).astype(np.float32),
-        "dt_bias": normal(hv),
-        "accepted": np.array([accepted], np.int32),
-        "state": normal(hv, dk, dv),
-    }
-    if a.get("saves") == "states":
-        x["states"] = normal(held, hv, dk, dv)
-    else:
-        k = normal(held, hk, dk)
-        x |= {
-            "record_k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-            "record_d": normal(held, hv, dv),
-            "record_decay": rng.uniform(0.1, 1, (held, hv)).astype(np.float32),
-        }
-    return OpCase(
-        f"{a.get('mode', 'verify')}_{rows}_rows_fold_{accepted}_of_{held}_"
-        f"{a.get('saves', 'records')}_{dtype.value}",
-        x,
-        a,
-    )
-
-
-def cases(rng: np.random.Generator) -> Iterator[OpCase]:
-    """Folds of none, one, some and all records; a prefill that stops early; both kinds of save."""
-    for accepted in (0, 1, 2, 3, 7, 16):
-        yield gdn_case(rng, 16, 16, accepted, {})
-    yield gdn_case(rng, 4, 16, 9, {})
-    yield gdn_case(rng, 16, 16, 5, {"key_heads": 4, "value_heads": 4})
-    yield gdn_case(rng, 16, 16, 5, {"key_heads": 1, "value_heads": 3})
-    yield gdn_case(rng, 16, 16, 5, {"key_dim": 128, "value_dim": 128, "value_heads": 2})
-    yield gdn_case(rng, 16, 16, 6, {}, DType.BF16)
-    for accepted in (0, 1, 16):
-        yield gdn_case(rng, 16, 16, accepted, {"saves": "states"})
-    for rows, valid in ((32, 32), (32, 1), (32, 2), (32, 17)):
-        case = gdn_case(rng, rows, 16, valid % 5, {"mode": "prefill"})
-        yield OpCase(
-            f"{case.name}_valid_{valid}",
-            {**case.inputs, "valid": np.array([valid], np.int32)},
-            case.attributes,
-        )

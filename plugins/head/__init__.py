@@ -25,7 +25,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import ACTIVATION, Op, Port
-from thor_dflash.plugins.head.reference import cases, reference
+from thor_dflash.plugins.head.reference import reference
 
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
 
@@ -42,6 +42,5 @@ OP = Op(
     outputs=(Port("logits", (DType.F32,), ("T", "V")), Port("best", (DType.I32,), ("T",))),
     attributes={"vocab": 0, "norm_eps": 1e-6, "norm_offset": 0.0},
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

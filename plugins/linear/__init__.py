@@ -37,7 +37,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import ACTIVATION, Attributes, Op, Port
-from thor_dflash.plugins.linear.reference import cases, reference
+from thor_dflash.plugins.linear.reference import reference
 
 _WEIGHT = (DType.U8, DType.FP8, DType.BF16, DType.F16, DType.F32)
 _PLAIN = (DType.BF16, DType.F16, DType.F32)
@@ -73,6 +73,5 @@ OP = Op(
         "gate": "none",
     },
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

@@ -5,18 +5,13 @@ They are not operators: the ONNX body of each is the standard node itself. Ports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Op, OpCase
-
-
-def _no_cases(rng: np.random.Generator) -> Iterator[OpCase]:
-    del rng
-    return iter(())
+from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, Op
 
 
 def _embed(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -49,7 +44,6 @@ def _node(
         outputs=(),
         attributes=attributes,
         reference=reference,
-        cases=_no_cases,
         folder=Path(__file__).parent,
     )
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import ACTIVATION, CACHE, Attributes, Op, Port
-from thor_dflash.plugins.verify_attention.reference import cases, reference
+from thor_dflash.plugins.verify_attention.reference import reference
 
 TILE = 128
 """Rows of a cache tile. A cache has a whole number of tiles."""
@@ -74,6 +74,5 @@ OP = Op(
     aliases={"next_cache_k": "cache_k", "next_cache_v": "cache_v"},
     derived=_derived,
     reference=reference,
-    cases=cases,
     folder=Path(__file__).parent,
 )

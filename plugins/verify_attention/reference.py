@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Arrays, Attribute, Attributes, OpCase
+from thor_dflash.plugins.contract import Arrays, Attributes
 from thor_dflash.plugins.numpy_math import rms_norm, rope, rounded, wide
 
 
@@ -49,56 +47,3 @@ def attend(q: Array, k: Array, v: Array, at: Array) -> Array:
     weight /= weight.sum(axis=-1, keepdims=True)
     mixed: Array = np.einsum("htn,hnd->thd", weight, v)
     return mixed.reshape(len(q), -1)
-
-
-CAPACITY = 160
-"""Cache rows of each case: five tiles."""
-
-
-def _case(
-    rng: np.random.Generator,
-    rows: int,
-    length: int,
-    cache: DType,
-    attributes: dict[str, Attribute],
-    dtype: DType = DType.F32,
-) -> OpCase:
-    a = {"heads": 4, "kv_heads": 2, "head_dim": 16, "rotary_dim": 8, "tile": 32} | attributes
-    heads, kv, dim = int(a["heads"]), int(a["kv_heads"]), int(a["head_dim"])
-
-    def normal(*shape: int) -> Array:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    x: dict[str, Array] = {
-        "q": normal(rows, heads * dim),
-        "k": normal(rows, kv * dim),
-        "v": normal(rows, kv * dim),
-    }
-    x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
-        "q_norm": normal(dim) * 0.3,
-        "k_norm": normal(dim) * 0.3,
-        "length": np.array([length], np.int32),
-    }
-    for name, scale in (("k", 0.05), ("v", 0.125)):
-        stored = rounded(normal(kv, CAPACITY, dim) / (scale if cache is DType.FP8 else 1), cache)
-        # Rows past the length must never be read: NaN reveals it if they are.
-        stored[:, length:] = np.nan
-        x[f"cache_{name}"] = stored
-        x[f"scale_{name}"] = np.array([scale if cache is DType.FP8 else 1], np.float32)
-    return OpCase(f"{rows}_rows_at_{length}_{heads}x{kv}_{cache.value}_{dtype.value}", x, a)
-
-
-def cases(rng: np.random.Generator) -> Iterator[OpCase]:
-    """Empty and full cache; lengths around tile boundaries; group sizes 1 to 6; each cache type."""
-    for length in (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 100, 128):
-        yield _case(rng, 16, length, DType.F32, {})
-    yield _case(rng, 1, 40, DType.F32, {})
-    yield _case(rng, 48, 40, DType.F32, {})
-    for heads, kv in ((2, 2), (6, 1), (12, 2)):
-        yield _case(rng, 16, 50, DType.F32, {"heads": heads, "kv_heads": kv})
-    yield _case(rng, 16, 70, DType.F32, {"rotary_dim": 16})
-    for length in (0, 31, 90):
-        yield _case(rng, 16, length, DType.FP8, {})
-    yield _case(rng, 16, 31, DType.BF16, {}, DType.BF16)
-    yield _case(rng, 16, 31, DType.FP8, {}, DType.BF16)
-    yield _case(rng, 16, CAPACITY - 16, DType.F32, {})

@@ -15,6 +15,7 @@ from support.gpu_backend import Gpu
 from support.kernel_cases import cases_of, every_code
 from support.kernel_runner import Refused, call_of, compare, in_kernel_types, launch, slabs
 from support.linear_shapes import BF16
+from support.op_cases import OpCase
 from support.prefetch_calls import fetching, of_few_rows
 from support.row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
 from support.slab_outputs import leaving
@@ -22,7 +23,7 @@ from support.verify_attention_cases import alone, case_of, rising, without_riser
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
-from thor_dflash.plugins.contract import Op, OpCase
+from thor_dflash.plugins.contract import Op
 from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
 

@@ -9,10 +9,11 @@ import onnx
 import pytest
 from onnx import helper
 from support.closeness import Near, hold_near
+from support.op_cases import CASES, OpCase
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.contract import DOMAIN, VERSION, Op, OpCase
+from thor_dflash.plugins.contract import DOMAIN, VERSION, Op
 from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function
 from thor_dflash.plugins.onnx_registry import BODIES
 from thor_dflash.runtime.engines.onnxruntime_import import ort
@@ -26,7 +27,7 @@ OPERATORS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 def every_case() -> Iterator[object]:
     for op in OPS:
-        for case in op.cases(np.random.default_rng(7)):
+        for case in CASES[op.name](np.random.default_rng(7)):
             yield pytest.param(op, case, id=f"{op.name}-{case.name}")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Attribute, OpCase
+from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.numpy_math import rope
 
 BF16 = DType.BF16.numpy

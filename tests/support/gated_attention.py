@@ -18,10 +18,10 @@ from support.kernel_runner import (
     slabs,
     source_of,
 )
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Argument, CallSite, Int, Pointer, Real, Scratch
 from thor_dflash.plugins.linear.prologue_launch import prepared
 from thor_dflash.plugins.verify_attention import OP

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from support.op_cases import OpCase, gdn_case
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins.contract import Attribute, OpCase
-from thor_dflash.plugins.gdn.reference import gdn_case
+from thor_dflash.plugins.contract import Attribute
 
 
 def case_of(

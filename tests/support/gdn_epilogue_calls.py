@@ -11,10 +11,11 @@ import numpy as np
 from support.closeness import Near, hold_near
 from support.kernel_runner import POISON, Call, call_of, shaped, slabs
 from support.linear_shapes import BF16, nvfp4
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Attributes, OpCase
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import CallSite
 
 HEAD, PIECES, PLACES = 128, 8, 32

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from support.draft_attention_cases import draft_cases
 from support.kernel_runner import Refused, in_kernel_types, packed, shaped, site_of
+from support.op_cases import CASES, OpCase, accept_case, gdn_case, weight_case
 from support.verify_attention_cases import alone, between_numbers, strongest_last
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import LINEAR, OPS
-from thor_dflash.plugins.accept.reference import accept_case
-from thor_dflash.plugins.contract import Attribute, Op, OpCase
-from thor_dflash.plugins.gdn.reference import gdn_case
+from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins.contract import Attribute, Op
 from thor_dflash.plugins.launch import CallSite
-from thor_dflash.plugins.linear.reference import reference, weight_case
+from thor_dflash.plugins.linear.reference import reference
 from thor_dflash.plugins.numpy_math import rounded
 
 Rng = np.random.Generator
@@ -30,9 +29,8 @@ BF16, FP8 = DType.BF16, DType.FP8
 
 @cache
 def _cases(operator: str) -> Mapping[str, OpCase]:
-    (op,) = (op for op in OPS if op.name == operator)
     found: dict[str, OpCase] = {}
-    own = [(case.name, case) for case in op.cases(np.random.default_rng(7))]
+    own = [(case.name, case) for case in CASES[operator](np.random.default_rng(7))]
     more = [(f"more_{case.name}", case) for case in _CASES[operator](np.random.default_rng(8))]
     for name, case in own + more:
         found[f"{name}_again" if name in found else name] = case

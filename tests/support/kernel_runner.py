@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 from support.closeness import hold_near, near_of
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import ACTIVATION, CACHE, Op, OpCase, Port, bind
+from thor_dflash.plugins.contract import ACTIVATION, CACHE, Op, Port, bind
 from thor_dflash.plugins.launch import (
     THOR,
     Argument,

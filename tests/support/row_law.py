@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from support.kernel_cases import cases_of
 from support.kernel_runner import Call
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.contract import Op, OpCase
+from thor_dflash.plugins.contract import Op
 
 
 def same_bits(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:

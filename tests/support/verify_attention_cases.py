@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import Attribute, OpCase
+from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.numpy_math import rounded
 
 BF16, FP8 = DType.BF16, DType.FP8

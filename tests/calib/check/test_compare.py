@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from support.op_cases import CASES
 
 from thor_dflash.calib.check import compare
 from thor_dflash.calib.check import reference_run as define
@@ -38,7 +39,7 @@ def test_differences_are_judged_by_the_largest_value_and_one_rounding() -> None:
 
 def test_a_head_is_defined_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(define, "PART", 40)
-    for case in HEAD.cases(np.random.default_rng(5)):
+    for case in CASES["head"](np.random.default_rng(5)):
         a = HEAD.complete(case.attributes)
         want = HEAD.reference(case.inputs, a)
         got = define.define(HEAD, case.inputs, a, want)

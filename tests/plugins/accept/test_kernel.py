@@ -7,11 +7,10 @@ import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support.kernel_runner import call_of, launch
+from support.op_cases import OpCase, accept_case, any_accept_case
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept import OP, Record
-from thor_dflash.plugins.accept.reference import accept_case
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.head.argmax_launch import SLICE
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
@@ -29,80 +28,12 @@ def reference(case: OpCase) -> Array:
     return OP.reference(case.inputs, OP.complete(case.attributes))["record"]
 
 
-def any_logits(rng: np.random.Generator, rows: int, width: int) -> Array:
-    """Many ties, zeros of both signs, minus infinity; sometimes NaN or infinity, a fault."""
-    logits = rng.standard_normal((rows, width)) * rng.choice([0.3, 1.0, 8.0])
-    if rng.random() < 0.6:
-        logits = np.round(logits * 2) / 2
-    logits = np.where(rng.random(logits.shape) < 0.1, -0.0, logits)
-    if rng.random() < 0.2:
-        logits = np.where(rng.random(logits.shape) < 0.5, -np.inf, logits)
-    for value in (np.nan, -np.nan, np.inf):
-        if rng.random() < 0.1:
-            logits[rng.integers(rows), rng.integers(width)] = value
-    return logits
-
-
-def any_tokens(rng: np.random.Generator, logits: Array) -> Array:
-    """A block whose drafts are mostly the best id, sometimes a good one, seldom any other id."""
-    rows, width = logits.shape
-    order = np.argsort(-logits, axis=1, kind="stable")
-    rank = np.where(rng.random(rows) < 0.6, 0, rng.integers(0, 4, rows)) % width
-    near = order[np.arange(rows), rank]
-    follow = np.where(rng.random(rows) < 0.97, near, rng.integers(-1, width + 2, rows))
-    return np.concatenate([[5], follow[:-1]])
-
-
-def any_ids(rng: np.random.Generator, tokens: Array, width: int, chance: float) -> Array:
-    """An id for each row: with probability `chance` mostly the token after the row, else -1."""
-    follow = np.roll(tokens, -1)
-    ids = np.where(rng.random(len(tokens)) < 0.7, follow, rng.integers(-1, width + 2, len(tokens)))
-    return np.where(rng.random(len(tokens)) < chance, ids, -1)
-
-
-def any_mask(rng: np.random.Generator, rows: int, limit: int) -> Array:
-    words = rng.integers(-(2**31), 2**31, (rows, -(-limit // 32)))
-    if rng.random() < 0.5:
-        words |= rng.integers(-(2**31), 2**31, words.shape)
-    return np.where(rng.random((rows, 1)) < 0.1, 0, words)
-
-
-def any_case(seed: int) -> OpCase:
-    rng = np.random.default_rng(seed)
-    width = int(rng.choice(WIDTHS))
-    rows = int(rng.choice([1, 2, 5, 16, 16, 32])) if width < SLICE else int(rng.integers(1, 5))
-    logits = any_logits(rng, rows, width)
-    vocab = int(rng.choice([0, width, max(1, width - 5), width + 9]))
-    tokens = any_tokens(rng, logits[:, : vocab or None])
-
-    given: dict[str, Array | int | float] = {
-        "rule": int(rng.choice([0, 1, 1, 2, 2])),
-        "top_k": int(rng.choice([1, 2, 4, 50, 50])),
-        "margin": float(rng.choice([0.0, 0.5, 1.0, 1.0, 1e9, 0.013, 0.2])),
-        "soft_margin": float(rng.choice([0.0, 0.5, 2.0, np.inf])),
-        "cap": int(rng.integers(1, rows + 1)) if rng.random() < 0.3 else rows,
-        "drafted": int(rng.integers(0, rows)) if rng.random() < 0.3 else rows - 1,
-    }
-    if rng.random() < 0.4:
-        given["mask"] = any_mask(rng, rows, min(vocab or width, width))
-    if rng.random() < 0.3:
-        given["forced"] = any_ids(rng, tokens, width, 0.3)
-    if rng.random() < 0.5:
-        given["soft"] = any_ids(rng, tokens, width, 0.7)
-    if rng.random() < 0.3:
-        given["close"] = int(rng.choice(tokens))
-    for name in ("stop", "strict"):
-        if rng.random() < 0.5:
-            given[name] = any_ids(rng, tokens, width, 0.2)[: rng.integers(1, 6)]
-    return accept_case(f"seed_{seed}", logits, tokens, vocab=vocab, **given)
-
-
 @pytest.mark.parametrize(
     "seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["few", "more"]
 )
 def test_the_record_equals_the_references_on_random_blocks(seeds: range) -> None:
     for seed in seeds:
-        case = any_case(seed)
+        case = any_accept_case(seed, WIDTHS, SLICE)
         np.testing.assert_array_equal(record(case, seed), reference(case), f"seed {seed}")
 
 

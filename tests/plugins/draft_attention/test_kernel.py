@@ -9,12 +9,13 @@ import pytest
 from emulator.runner import Emulator
 from support.coverings import pairwise
 from support.kernel_runner import call_of, launch, run, slabs
+from support.op_cases import OpCase
 from support.received_loads import received
 from support.slab_outputs import leaving
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
-from thor_dflash.plugins.contract import Attribute, OpCase
+from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear.prologue_launch import SLAB

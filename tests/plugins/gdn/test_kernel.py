@@ -12,9 +12,9 @@ from emulator.runner import EARLY, Emulator
 from support.coverings import some
 from support.gdn_cases import case_of, poisoned, prefill
 from support.kernel_runner import call_of, compare, launch
+from support.op_cases import OpCase
 
 from thor_dflash.core.tensors import Array
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.launch import H100, THOR, Device
 

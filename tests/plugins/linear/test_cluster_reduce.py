@@ -8,15 +8,14 @@ from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support import kernel_runner
 from support.coverings import some
+from support.op_cases import OpCase, weight_case
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import HEAD, LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.head import launch
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear.layout import layout
 from thor_dflash.plugins.linear.partition import partition
-from thor_dflash.plugins.linear.reference import weight_case
 
 BF16 = DType.BF16.numpy
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from support import kernel_runner
 from support.coverings import pairwise, some
 from support.linear_shapes import BF16, N4, SHAPES, bf16, nvfp4
+from support.op_cases import NEAR_ZERO, OpCase, near_zero, weight_case
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Attributes, OpCase
+from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import H100, THOR, CallSite, Device, Shaped
 from thor_dflash.plugins.linear import launch
 from thor_dflash.plugins.linear.layout import (
@@ -31,7 +32,6 @@ from thor_dflash.plugins.linear.layout import (
 )
 from thor_dflash.plugins.linear.pack import pack, packed
 from thor_dflash.plugins.linear.partition import Partition, halves, partition
-from thor_dflash.plugins.linear.reference import NEAR_ZERO, near_zero, weight_case
 
 SMALL = Device((9, 0), 12)
 Sixteen = tuple[int, WeightKind, bool]

@@ -10,12 +10,11 @@ from emulator.compiler import COMPILER
 from emulator.runner import Emulator
 from support import kernel_runner
 from support.coverings import pairwise
+from support.op_cases import OpCase, weight_case
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Device
-from thor_dflash.plugins.linear.reference import weight_case
 
 BF16 = DType.BF16.numpy
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import kernel_runner
 from support.coverings import pairwise, some
+from support.op_cases import OpCase, weight_case
 from support.received_loads import tells
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import H100, CallSite, Device
 from thor_dflash.plugins.linear import decode_launch, layout
 from thor_dflash.plugins.linear.launch import launches
@@ -28,7 +28,6 @@ from thor_dflash.plugins.linear.layout import (
     _layout,
 )
 from thor_dflash.plugins.linear.partition import Partition, WorkTile, partition
-from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 
 BF16 = DType.BF16.numpy

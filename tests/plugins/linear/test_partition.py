@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support import kernel_runner
 from support.coverings import pairwise
 from support.linear_shapes import BF16, nvfp4
+from support.op_cases import OpCase
 
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Device, Int
 from thor_dflash.plugins.linear import launch
 from thor_dflash.plugins.linear.layout import TILE, WeightKind, _layout, layout

@@ -22,14 +22,14 @@ from support.kernel_runner import (
     launch,
     slabs,
 )
+from support.op_cases import OpCase, weight_case
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import Attribute, OpCase
+from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.launch import CallSite, Device, Launch
 from thor_dflash.plugins.linear.launch import launches
 from thor_dflash.plugins.linear.layout import WeightKind
-from thor_dflash.plugins.linear.reference import weight_case
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 PROBES = MACHINE / "prefill_probes.cu"

@@ -11,15 +11,14 @@ from emulator.runner import Emulator
 from support import kernel_runner
 from support.coverings import pairwise
 from support.kernel_cases import CANCELLED, cases_of
+from support.op_cases import OpCase, weight_case
 
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import Device
 from thor_dflash.plugins.linear import decode_launch
 from thor_dflash.plugins.linear.layout import PackedLayout
 from thor_dflash.plugins.linear.partition import Partition, _dealt, clusters
-from thor_dflash.plugins.linear.reference import weight_case
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
 

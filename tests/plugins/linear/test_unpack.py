@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.kernel_runner import call_of, in_kernel_types
+from support.op_cases import OpCase, weight_case
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import HEAD, LINEAR, Op
-from thor_dflash.plugins.contract import OpCase
-from thor_dflash.plugins.linear.reference import weight_case
 from thor_dflash.plugins.linear.unpack import unpack
 
 

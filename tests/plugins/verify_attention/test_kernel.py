@@ -10,10 +10,10 @@ from emulator.runner import Emulator
 from support.coverings import pairwise
 from support.gated_attention import entering, gated_call
 from support.kernel_runner import Call, call_of, compare, launch
+from support.op_cases import OpCase
 from support.verify_attention_cases import alone, case_of, without_risers
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins.contract import OpCase
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.verify_attention import OP
 from thor_dflash.plugins.verify_attention.launch import SPLIT_ROWS, slots

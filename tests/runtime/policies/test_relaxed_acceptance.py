@@ -7,10 +7,11 @@ from functools import cache
 import numpy as np
 import pytest
 from support.loop_models import erring
+from support.op_cases import accept_case
 from support.thinking_models import Asked, after, run
 
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA, STRICT, Record
-from thor_dflash.plugins.accept.reference import accept_case, reference
+from thor_dflash.plugins.accept.reference import reference
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress
 from thor_dflash.runtime.decoding.proposers import CallableDrafter
