@@ -106,9 +106,6 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
     """Memory of the machine, and how much of it a board's driver does not offer."""
     free = available(machine)
     text = f"{free / 1e9:.1f} GB available of {_meminfo(machine, 'MemTotal') / 1e9:.1f}"
-    if not free:
-        yield Finding("memory", "warn", "/proc/meminfo lacks MemAvailable")
-        return
     cached = [gpu for gpu in cuda.devices if gpu.integrated and gpu.free < 0.8 * free]
     if cached:
         text += f", of which the CUDA driver offers {cached[0].free / 1e9:.1f}: it counts the page "

@@ -91,7 +91,7 @@ def test_verify_names_every_problem(tmp_path: Path) -> None:
 
     (tmp_path / "a").unlink()
     (tmp_path / "w/b").write_bytes(b"bb")
-    (tmp_path / "w/e").write_bytes(b"")
+    (tmp_path / "w/e").mkdir()
     with pytest.raises(PackageError) as error:
         verify(tmp_path, manifest)
     assert "a missing, w/b of 2 bytes, not 4, w/e that no build wrote" in str(error.value)

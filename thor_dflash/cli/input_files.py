@@ -8,26 +8,19 @@ from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
-from thor_dflash.core.strict_records import as_list, as_table, unique_keys
+from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
 from thor_dflash.runtime.text.messages import chat
 
-LIMIT = 64 << 20
-"""Largest input file, bytes: ten times the longest context of any target as text."""
 
-
-def read_json(path: Path, limit: int = LIMIT) -> object:
-    """Read any JSON value of at most `limit` bytes.
+def read_json(path: Path, limit: int | None = None) -> object:
+    """Read any JSON value. `limit`: as in `read_text`.
 
     Raises:
         RequestError: the file is missing, too large, or not JSON in UTF-8 with every key once.
     """
     try:
-        # Read instead of a query of the size, which a device or a pipe does not have.
-        with path.open("rb") as file:
-            text = file.read(limit + 1)
-        if len(text) > limit:
-            raise RequestError(f"{path} must be <= {limit} bytes (got more)")
-        return cast("object", json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys))
+        text = read_text(path, limit)
+        return cast("object", json.loads(text, object_pairs_hook=unique_keys))
     except OSError as e:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except (ValueError, RecursionError) as e:

@@ -74,10 +74,7 @@ def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
 def unbounded_notes(request: Request) -> list[str]:
     """What in the request's schema lets an answer grow until it is cut off."""
     warnings = request.grammar.warnings if request.grammar else ()
-    notes = [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
-    if left := len(warnings) - len(notes):
-        notes.append(f"an answer may grow without end in {left} more places of the schema")
-    return notes
+    return [f"an answer may grow without end: {text}" for text in warnings[:PLACES]]
 
 
 def unused_schema_notes(request: Request, text: str) -> list[str]:
@@ -143,9 +140,7 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
     """The chat of the command line; None if token ids are given."""
     if args.prompt is not None:
         if not args.prompt.strip():
-            raise RequestError(
-                f"--prompt must be a text that is not empty (got {show(args.prompt)})"
-            )
+            raise RequestError(f"--prompt must be a text (got {show(args.prompt)})")
         check_utf8("--prompt", args.prompt)
         return [{"role": "user", "content": args.prompt}]
     return read_chat(args.messages) if args.messages else None

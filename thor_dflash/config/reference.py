@@ -69,9 +69,7 @@ engine; `bench` build and engine, with `--package` only engine; `serve` engine a
 budget without thinking, `decode.budget.*` without a budget, `decode.budget.ratio` or `soften` with
 a hard close, `build.draft_ids` without a drafter, `build.tensorrt.*` for another engine,
 `engine.device`, `graphs`, `overlap`, `cubins` and `threads` with a package whose engine does not
-read them (`doctor` takes all), `engine.block`, `capacity` and `chunk` for a `doctor` without a
-package, and, for a `bench` without `--ready`, what its steps do not have (`engine.block`,
-`capacity`, `chunk`, `threads`, `build.capacity`, `chunks`, `widths`, `name`, `card.*`).
+read them (`doctor` takes all).
 
 ```toml
 # robot.toml: thor-dflash serve --package PKG -c robot.toml

@@ -17,14 +17,11 @@ def extra(name: str) -> Generator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as e:
-        if (e.name or "").startswith("thor_dflash"):
-            raise
-        raise ConfigError(
-            f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got none)"
-        ) from e
     except ImportError as e:
-        # For example a compiled package that needs a newer libstdc++, or a disk mounted noexec.
         if (e.name or "").startswith("thor_dflash"):
             raise
-        raise ConfigError(f"the packages of extra {name} must load (got: {e})") from e
+        # If it is there: for example a compiled package that needs a newer libstdc++.
+        got = "none" if isinstance(e, ModuleNotFoundError) else f": {e}"
+        raise ConfigError(
+            f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got {got})"
+        ) from e

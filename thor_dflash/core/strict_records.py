@@ -69,18 +69,19 @@ def encode(record: object) -> Any:
     return record
 
 
-def read_text(path: Path) -> str:
-    """Read a text in UTF-8 of at most TEXT_LIMIT bytes.
+def read_text(path: Path, limit: int | None = None) -> str:
+    """Read a text in UTF-8 of at most `limit` bytes; None: TEXT_LIMIT.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is larger, or not UTF-8.
     """
     # Read instead of a query of the size, which a device or a pipe does not have.
+    most = limit or TEXT_LIMIT
     with path.open("rb") as file:
-        data = file.read(TEXT_LIMIT + 1)
-    if len(data) > TEXT_LIMIT:
-        raise ValueError(f"more than {TEXT_LIMIT} bytes")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most} bytes")
     return data.decode("utf-8")
 
 

@@ -212,8 +212,6 @@ def read(package: Path) -> Manifest:
     path, remedy = package / NAME, _remedy(package)
     try:
         text = strict_records.read_text(path)
-    except PermissionError as e:
-        raise PackageError(f"{path} must be readable (got: {e.strerror})") from e
     except OSError as e:
         raise PackageError(
             f"{package} must hold a {NAME}, as a package does (got: {e.strerror}); {remedy}"
@@ -304,9 +302,13 @@ def check_files(package: Path, manifest: Manifest) -> None:
             problems.append(f"{name} missing")
         elif (size := path.stat().st_size) != entry.bytes:
             problems.append(f"{name} of {size} bytes, not {entry.bytes}")
-    every = (p for p in package.rglob("*") if p.is_symlink() or not p.is_dir())
-    extra = {p.relative_to(package).as_posix() for p in every} - manifest.files.keys() - {NAME}
-    _refuse(package, [*problems, *(f"{name} {UNEXPECTED}" for name in sorted(extra))])
+    folders = {str(parent) for name in manifest.files for parent in PurePosixPath(name).parents}
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package).as_posix()
+        expected = name in manifest.files or name == NAME
+        if not expected and (name not in folders or path.is_symlink()):
+            problems.append(f"{name} {UNEXPECTED}")
+    _refuse(package, problems)
 
 
 def _refuse(package: Path, problems: Sequence[str]) -> None:

@@ -44,10 +44,6 @@ ANSWER_TOKENS = 2
 READY = 10.0
 """Seconds a process may take until it is ready, in addition to reading its package from disk."""
 
-IDLE = ("build.capacity", "build.chunks", "build.name", "build.widths", "engine.block",
-        "engine.capacity", "engine.chunk", "engine.threads")  # fmt: skip
-"""Keys that have no effect on what is measured of a --shape: its steps have sizes of their own."""
-
 MAIN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 """The command line, in a new process of this interpreter."""
 
@@ -64,18 +60,14 @@ class Variant:
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Measure and print."""
     if args.package is not None:
-        _check_package(args)
+        if not args.ready:
+            raise ConfigError("--package must go with --ready (got --package alone)")
         _print(args, ready_here(args.package, config.engine, progress))
         return
     _check_shape(args, config)
     _device(config.engine)
     rows = _written(args, config, progress) if args.ready else _measured(args, config, progress)
     _print(args, rows)
-
-
-def _check_package(args: Namespace) -> None:
-    if not args.ready:
-        raise ConfigError("--package must go with --ready (got --package alone)")
 
 
 def _check_shape(args: Namespace, config: Config) -> None:
@@ -96,17 +88,6 @@ def _check_shape(args: Namespace, config: Config) -> None:
         raise ConfigError(
             f"--ready and --out must be given together for a --shape (got --{alone} alone)"
         )
-    if not args.ready:
-        _check_sizes(args.set)
-
-
-def _check_sizes(given: list[str]) -> None:
-    for key, value in option_checks.items(given):
-        if key in IDLE or key.startswith("build.card."):
-            raise ConfigError(
-                f"{key} must be left out or go with --ready: it has no effect on the steps of a "
-                f"--shape (got {value})"
-            )
 
 
 def _device(config: EngineConfig) -> None:

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import thor_dflash
-from thor_dflash.cli import option_checks
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,14 +16,10 @@ if TYPE_CHECKING:
 
 WIDE = 16
 """Width of the item column."""
-SIZES = ("engine.block", "engine.capacity", "engine.chunk")
-"""Keys that can only be checked against a package."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Examine and print; return 1 if something is wrong, else 0."""
-    if args.package is None:
-        _check_sizes(args.set)
     from thor_dflash.runtime.doctor.examine import examine
     from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
@@ -34,12 +28,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     progress.close()
     print(as_json(report) if args.json else table(report))
     return 1 if report.wrong else 0
-
-
-def _check_sizes(given: list[str]) -> None:
-    for key, _ in option_checks.items(given):
-        if key in SIZES:
-            raise ConfigError(f"{key} must go with --package (got none)")
 
 
 def table(report: DoctorReport) -> str:
