@@ -13,10 +13,7 @@ from thor_dflash.calib.check.compare import Reference, compare, make, some_token
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.doctor.examine import examine
-from thor_dflash.runtime.doctor.local_machine import LocalMachine
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.memory_estimate import needs
 from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
@@ -75,16 +72,3 @@ def test_the_device_agrees_with_onnx_runtime_and_a_wrong_weight_is_located(
         assert not report.right
         assert report.walks[0].parts
         assert report.walks[0].parts.step == step.name
-
-
-def test_the_doctor_finds_the_device_and_counts_its_memory_as_the_engine_does(
-    session: Session, made: Path
-) -> None:
-    report = examine(LocalMachine(), EngineConfig(), made)
-    assert not report.wrong, report
-    assert report.engines["cuda"] == ""
-    engine = session.model.engine
-    assert isinstance(engine, CudaEngine)
-    have, want = engine.memory, needs(session.manifest, session.model.capacity)
-    for kind in ("weights", "cache", "ring", "state"):
-        assert want[kind] == pytest.approx(have[kind], rel=0.1), kind

@@ -14,11 +14,8 @@ import pytest
 from support.loop_models import DEAD, answer, drafts, erring, oracle
 from support.planner_nano import package, request, tasks
 from support.poisoned_memory import poison
-from support.rounding_error import hold_as_near
 
-from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import OutOfMemory
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
@@ -93,21 +90,6 @@ def test_every_choice_is_nearly_the_best_for_onnx_runtime(
     assert largest < 0.06
 
 
-def test_logits_are_as_near_to_float32_as_their_definition(
-    session: Session, reference: Session, tmp_path: Path
-) -> None:
-    """Teacher-forced on planner-nano's own answers."""
-    asked = [request(session, index) for index in range(0, len(tasks()), 12)]
-    answered = [[*a.prompt, *answer(session, a, DflashDrafter())] for a in asked]
-    exact = package(tmp_path / "nano", engine="ort", activations="f32")
-    with closing(open_session(exact, EngineConfig(), Silent())) as opened:
-        logits = [
-            np.concatenate([score(s, tokens, False, Silent())["logits"] for tokens in answered])
-            for s in (session, reference, opened)
-        ]
-    hold_as_near("logits", *logits)
-
-
 SIZES = (32, 64, 128, 256, 512)
 
 
@@ -179,14 +161,6 @@ def test_other_builds_obey_the_laws(tmp_path: Path, option: dict[str, object]) -
                 assert answer(s, asked, proposer) == truth
 
 
-def test_states_and_records_give_the_same_answers(session: Session, tmp_path: Path) -> None:
-    out = package(tmp_path / "p", engine="cuda", saves="states")
-    with closing(open_session(out, EngineConfig(), Silent())) as s:
-        for index in range(0, 120, 10):
-            asked = request(s, index)
-            assert answer(s, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
-
-
 def test_eager_launches_and_serial_launches_give_the_same_answers(
     session: Session, made: Path
 ) -> None:
@@ -195,26 +169,6 @@ def test_eager_launches_and_serial_launches_give_the_same_answers(
             for index in range(0, 120, 24):
                 asked = request(s, index)
                 assert answer(s, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
-
-
-def test_a_snapshot_goes_on_like_the_original(session: Session) -> None:
-    asked = request(session, 3)
-    truth = answer(session, asked, DflashDrafter())
-    session.prefixes.put("half", asked.prompt[: len(asked.prompt) - 1])
-    assert answer(session, asked, DflashDrafter()) == truth
-    assert session.report().usage.cached_tokens > 0
-    session.prefixes.drop("half")
-
-
-def test_a_dropped_request_leaves_nothing_behind(session: Session) -> None:
-    asked = request(session, 5)
-    truth = answer(session, asked, DflashDrafter())
-    for steps in (1, 2, 5):
-        chunks = session.run(request(session, 7), DflashDrafter())
-        for _ in range(steps):
-            next(chunks)
-        chunks.close()  # type: ignore[attr-defined]
-        assert answer(session, asked, DflashDrafter()) == truth
 
 
 def test_a_record_handed_over_is_the_one_on_the_device(
@@ -267,25 +221,3 @@ def test_no_answer_depends_on_memory_that_nothing_wrote(
             ours = score(other, tokens, True, Silent())
             for name, value in score(session, tokens, True, Silent()).items():
                 np.testing.assert_array_equal(ours[name], value)
-
-
-def test_two_engines_in_a_process_can_be_used_in_turn(session: Session, made: Path) -> None:
-    with closing(open_session(made, EngineConfig(), Silent())) as other:
-        for index in (1, 2, 3):
-            asked = request(session, index, 40)
-            assert answer(other, asked, DflashDrafter()) == answer(session, asked, DflashDrafter())
-
-
-def test_too_large_a_context_is_refused_with_the_memory_table(tmp_path: Path) -> None:
-    from thor_dflash.builders.synthetic import write_synthetic
-    from thor_dflash.runtime.decoding.model_runner import ModelRunner
-    from thor_dflash.runtime.measure.random_weights import RandomWeights
-
-    made = write_synthetic("qwen3.6-27b", tmp_path, BuildConfig(engine="cuda"))
-    config = EngineConfig()
-    fill = RandomWeights(tmp_path, config.cubins_directory)
-    with (
-        closing(CudaEngine(tmp_path, config, Silent(), fill)) as engine,
-        pytest.raises(OutOfMemory, match=r"must fit .* weights .* cache .* together"),
-    ):
-        ModelRunner(engine, made, 20_000_000, made.block)

@@ -12,7 +12,6 @@ from support.kernel_runner import Refused, call_of, compare, launch
 
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import Op
-from thor_dflash.plugins.cuda.compile import ROOT, architecture, compile_source
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +39,3 @@ def test_kernels_on_the_gpu_equal_the_reference(gpu: Gpu, op: Op, name: str) -> 
         again = launch(call, gpu, device, poison=poison)
         for port, value in got.items():
             np.testing.assert_array_equal(again[port].view(np.uint8), value.view(np.uint8), port)
-
-
-def test_what_the_compiler_reports_does_not_depend_on_its_cache(gpu: Gpu) -> None:
-    """NVRTC's own cache, which works only where there is a driver, returns no report."""
-    source = ROOT / "standard" / "kernel.cu"
-    arch = architecture(gpu.driver.info.device.capability)
-    first, second = (compile_source(source, {}, arch).usage for _ in range(2))
-    assert first == second
-    assert first

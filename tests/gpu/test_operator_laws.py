@@ -9,22 +9,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support import gdn_cases
-from support.gated_attention import entering, gated_call
 from support.gdn_epilogue_calls import check_left, finishing, normed_case, taking
 from support.gpu_backend import Gpu
 from support.kernel_cases import cases_of, every_code
-from support.kernel_runner import Refused, call_of, compare, in_kernel_types, launch, slabs
+from support.kernel_runner import Refused, call_of, compare, in_kernel_types, launch
 from support.linear_shapes import BF16
 from support.op_cases import OpCase
-from support.prefetch_calls import fetching, of_few_rows
 from support.row_law import cut, outputs_by_row, prefixes, rows_of, same_bits, served_apart
-from support.slab_outputs import leaving
-from support.verify_attention_cases import alone, case_of, rising, without_risers
+from support.verify_attention_cases import case_of
 
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins import DRAFT_ATTENTION, GDN, LINEAR, OPS, VERIFY_ATTENTION
+from thor_dflash.plugins import GDN, LINEAR, OPS, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import Op
-from thor_dflash.plugins.draft_attention.launch import refuse
 from thor_dflash.plugins.launch import Device
 
 pytestmark = pytest.mark.gpu
@@ -105,18 +101,6 @@ def test_a_row_does_not_depend_on_its_place_or_its_neighbours(gpu: Gpu, op: Op) 
         same_bits({n: np.ascontiguousarray(x[::-1]) for n, x in backward.items()}, forward)
 
 
-def test_attention_gates_rows_as_a_separate_launch_does(gpu: Gpu) -> None:
-    for case in cases_of(VERIFY_ATTENTION).values():
-        try:
-            call = gated_call(case)
-        except Refused:
-            continue
-        if len(call.inputs["q"]) <= FEW:
-            got = launch(call, gpu, gpu.driver.info.device)
-            made = entering(got["o"], call.inputs["next_gate"], gpu)
-            same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": made})
-
-
 @pytest.mark.parametrize("rows", [1, 13, 16, 29, 32])
 @pytest.mark.parametrize("saves", ["records", "states"])
 def test_gdn_leaves_rows_for_the_next_product(gpu: Gpu, rows: int, saves: str) -> None:
@@ -145,59 +129,6 @@ def test_a_product_applies_the_factors_of_heads(
             same_bits(launch(call, gpu, device), first)
 
 
-def test_the_drafters_attention_leaves_its_rows_for_the_next_product(gpu: Gpu) -> None:
-    for case in cases_of(DRAFT_ATTENTION).values():
-        call = leaving(call_of(DRAFT_ATTENTION, case), "o")
-        if refuse(call.site):
-            continue  # its rows do not fill whole slabs
-        got = launch(call, gpu, gpu.driver.info.device)
-        same_bits({"y0_slabs": got["y0_slabs"]}, {"y0_slabs": slabs(got["o"])})
-
-
-@pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
-def test_prefetching_the_next_weight_changes_no_result(gpu: Gpu, op: Op) -> None:
-    device = gpu.driver.info.device
-    for call in of_few_rows(op).values():
-        same_bits(launch(fetching(call), gpu, device), launch(call, gpu, device))
-
-
-@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
-@pytest.mark.parametrize(("rows", "length"), [(16, 4300), (FEW + 1, 300)])
-def test_scores_may_be_much_larger_in_a_later_tile(
-    gpu: Gpu, rows: int, length: int, cache: DType
-) -> None:
-    real = gpu.driver.info.device
-    call = call_of(VERIFY_ATTENTION, rising(rows, length, cache))
-    compare(VERIFY_ATTENTION, launch(call, gpu, Device(real.capability, 3, real.shared)), call.want)
-
-
-@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
-@pytest.mark.parametrize("rows", [16, FEW + 1])
-def test_a_row_rescales_by_its_own_scores(gpu: Gpu, rows: int, cache: DType) -> None:
-    case = alone(rows, cache)
-    quiet, others = without_risers(case)
-    real = gpu.driver.info.device
-    few = Device(real.capability, 3, real.shared)
-    got, want = (
-        launch(call_of(VERIFY_ATTENTION, x), gpu, few)["o"].reshape(rows, 6, 256)
-        for x in (case, quiet)
-    )
-    same_bits({"o": got[others]}, {"o": want[others]})
-
-
-@pytest.mark.parametrize("cache", [DType.FP8, DType.BF16], ids=lambda c: c.value)
-@pytest.mark.parametrize("length", [4224, 8448, 12_672])
-def test_attention_where_pieces_become_longer(gpu: Gpu, length: int, cache: DType) -> None:
-    """Eight rows before the border and eight after it, with the same bits in calls of their own."""
-    device = gpu.driver.info.device
-    case = in_kernel_types(VERIFY_ATTENTION, case_of(16, length - 8, cache, length + 128, 6))
-    call = call_of(VERIFY_ATTENTION, case)
-    whole = launch(call, gpu, device)
-    compare(VERIFY_ATTENTION, whole, call.want)
-    part = call_of(VERIFY_ATTENTION, cut(VERIFY_ATTENTION, case, slice(8)))
-    same_bits({"o": launch(part, gpu, device)["o"]}, {"o": whole["o"][:8]})
-
-
 @pytest.mark.parametrize(("rows", "heads", "kv"), [(16, 4, 2), (FEW + 1, 2, 1)])
 def test_attention_at_the_end_of_the_longest_context(
     gpu: Gpu, rows: int, heads: int, kv: int
@@ -209,16 +140,3 @@ def test_attention_at_the_end_of_the_longest_context(
     wide = {"scale_k": case.inputs["scale_k"] * np.float32(3)}
     call = call_of(VERIFY_ATTENTION, OpCase(case.name, {**case.inputs, **wide}, case.attributes))
     compare(VERIFY_ATTENTION, launch(call, gpu, gpu.driver.info.device), call.want)
-
-
-@pytest.mark.parametrize("multiprocessors", [1, 20, 97])
-def test_a_product_is_right_however_it_is_dealt_out(gpu: Gpu, multiprocessors: int) -> None:
-    """This device can also run the launches that are meant for others, such as a Thor."""
-    real = gpu.driver.info.device
-    device = Device(real.capability, multiprocessors, real.shared)
-    for name in ("more_norm_16_of_640", "more_swiglu_16_of_640", "more_mixed_32_of_640"):
-        call = call_of(LINEAR, cases_of(LINEAR)[name])
-        got = launch(call, gpu, device)
-        for port, want in call.want.items():
-            have, wide = got[port].astype(np.float64), want.astype(np.float64)
-            assert np.abs(have - wide).max() <= 2.0**-7 * np.abs(wide).max(), (name, port)

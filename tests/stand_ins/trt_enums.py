@@ -39,8 +39,6 @@ class ILogger:
         VERBOSE = 4
 
 
-class IProgressMonitor:
-    pass
 
 
 class IStreamWriter:
