@@ -39,6 +39,8 @@ class ILogger:
         VERBOSE = 4
 
 
+class IProgressMonitor:
+    pass
 
 
 class IStreamWriter:
