@@ -10,7 +10,8 @@ from thor_dflash.config.engine import EngineConfig
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.doctor import jetson as board
 from thor_dflash.runtime.doctor import package, software
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, TensorRT
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
 EXTRAS = {
     "ort": frozenset({"ort"}),
@@ -34,7 +35,7 @@ class DoctorReport:
         return any(finding.state == "wrong" for finding in self.findings)
 
 
-def examine(machine: Machine, config: EngineConfig, path: Path | None) -> DoctorReport:
+def examine(machine: LocalMachine, config: EngineConfig, path: Path | None) -> DoctorReport:
     """Run every check. `path`: a package that is to run here."""
     manifest, read = package.read(path) if path else (None, None)
     cuda, tensorrt = machine.cuda(), machine.tensorrt()
@@ -50,7 +51,7 @@ def examine(machine: Machine, config: EngineConfig, path: Path | None) -> Doctor
 
 
 def _findings(
-    machine: Machine,
+    machine: LocalMachine,
     config: EngineConfig,
     cuda: Cuda,
     tensorrt: TensorRT,
@@ -73,7 +74,7 @@ def _findings(
     yield board.disk(machine, config.cubins, needed=on_device)
 
 
-def _nvrtc(machine: Machine, cuda: Cuda, index: int, *, needed: bool) -> Finding:
+def _nvrtc(machine: LocalMachine, cuda: Cuda, index: int, *, needed: bool) -> Finding:
     gpu = _usable(cuda, index)
     arch = f"sm_{gpu.major}{gpu.minor}" if gpu else software.ARCH
     found = machine.nvrtc(arch, index if gpu else -1)

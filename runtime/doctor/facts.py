@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 State = Literal["ok", "warn", "wrong"]
 
@@ -90,53 +89,3 @@ class CommandOutput:
 
     code: int | None
     text: str
-
-
-class Machine(Protocol):
-    """Everything the doctor needs of a machine. No method may hang or raise."""
-
-    @property
-    def python(self) -> tuple[int, int]:
-        """Version of the interpreter."""
-        ...
-
-    @property
-    def processor(self) -> str:
-        """ "x86_64", "aarch64"."""
-        ...
-
-    def version(self, distribution: str) -> str:
-        """Version of an installed distribution, or ""."""
-        ...
-
-    def text(self, path: str) -> str:
-        """Contents of a small file, or ""."""
-        ...
-
-    def paths(self, pattern: str) -> Sequence[str]:
-        """Files that match a glob, sorted."""
-        ...
-
-    def run(self, *command: str) -> CommandOutput:
-        """Run a command for a few seconds at most."""
-        ...
-
-    def space(self, directory: str) -> int:
-        """Bytes free where a directory is or would be made; -1 if that is not writable."""
-        ...
-
-    def kernels(self, directory: str) -> int:
-        """Compiled kernels that a directory holds; -1 if it is none or closed."""
-        ...
-
-    def cuda(self) -> Cuda:
-        """Query the CUDA driver."""
-        ...
-
-    def nvrtc(self, arch: str, device: int) -> Nvrtc:
-        """Compile a kernel for `arch`, and load it on a device unless that is -1."""
-        ...
-
-    def tensorrt(self) -> TensorRT:
-        """Import TensorRT and query its versions."""
-        ...

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from thor_dflash.core.progress import amount
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Machine, missing
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, missing
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
 RELEASE = "etc/nv_tegra_release"
 JETPACKS = {(38, 2): "7.0", (38, 4): "7.1", (39, 2): "7.2"}
@@ -21,19 +22,19 @@ CUBINS = 256 << 20
 DROP_CACHES = "sync && echo 3 | sudo tee /proc/sys/vm/drop_caches"
 
 
-def is_jetson(machine: Machine) -> bool:
+def is_jetson(machine: LocalMachine) -> bool:
     """Whether this is a Jetson."""
     return bool(machine.text(RELEASE))
 
 
-def speed(machine: Machine, *, on_cpu: bool = False) -> list[Finding]:
+def speed(machine: LocalMachine, *, on_cpu: bool = False) -> list[Finding]:
     """What determines a Jetson's speed; empty for another machine. `on_cpu`: as in `jetpack`."""
     if not is_jetson(machine):
         return []
     return [jetpack(machine, on_cpu=on_cpu), power(machine), *clocks(machine)]
 
 
-def jetpack(machine: Machine, *, on_cpu: bool = False) -> Finding:
+def jetpack(machine: LocalMachine, *, on_cpu: bool = False) -> Finding:
     """The release: "# R38 (release), REVISION: 4.0, ...". `on_cpu`: the package to run does not use
     a device, so it runs on any release.
     """
@@ -50,7 +51,7 @@ def jetpack(machine: Machine, *, on_cpu: bool = False) -> Finding:
     return Finding("jetpack", "ok", release)
 
 
-def power(machine: Machine) -> Finding:
+def power(machine: LocalMachine) -> Finding:
     """The power mode."""
     output = machine.run("nvpmodel", "-q").text
     found = re.search(r"NV Power Mode:\s*(\S+)", output)
@@ -63,7 +64,7 @@ def power(machine: Machine) -> Finding:
     return Finding("power mode", "warn", text, "sudo nvpmodel -m 0")
 
 
-def clocks(machine: Machine) -> Iterator[Finding]:
+def clocks(machine: LocalMachine) -> Iterator[Finding]:
     """Whether GPU and memory clocks are held at their maximum."""
     shown = _shown(machine)
     for what in CLOCKS:
@@ -80,7 +81,7 @@ def clocks(machine: Machine) -> Iterator[Finding]:
             yield Finding(item, "ok", f"{text}, held")
 
 
-def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
+def _shown(machine: LocalMachine) -> dict[str, tuple[int, int, int]]:
     """Lowest, current and highest clock, Hz, by the kernel."""
     found: dict[str, tuple[int, int, int]] = {}
     for what, start in CLOCKS.items():
@@ -92,17 +93,17 @@ def _shown(machine: Machine) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def available(machine: Machine) -> int:
+def available(machine: LocalMachine) -> int:
     """Bytes available to programs, the page cache included; 0 if unknown."""
     return _meminfo(machine, "MemAvailable")
 
 
-def _meminfo(machine: Machine, name: str) -> int:
+def _meminfo(machine: LocalMachine, name: str) -> int:
     found = re.search(rf"^{name}:\s*(\d+) kB", machine.text("proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
-def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
+def memory(machine: LocalMachine, cuda: Cuda) -> Iterator[Finding]:
     """Memory of the machine, and how much of it a board's driver does not offer."""
     free = available(machine)
     text = f"{free / 1e9:.1f} GB available of {_meminfo(machine, 'MemTotal') / 1e9:.1f}"
@@ -114,7 +115,7 @@ def memory(machine: Machine, cuda: Cuda) -> Iterator[Finding]:
         yield Finding("memory", "ok", text)
 
 
-def disk(machine: Machine, cubins: str, *, needed: bool) -> Finding:
+def disk(machine: LocalMachine, cubins: str, *, needed: bool) -> Finding:
     """Disk space for compiled kernels. `needed`: the package to run has such kernels."""
     free, held, state = machine.space(cubins), machine.kernels(cubins), missing(needed)
     remedy = "thor-dflash generate --set engine.cubins=DIR ..."

@@ -1,4 +1,4 @@
-"""The Machine the doctor runs on. Queries that could hang run in a child with a time limit."""
+"""The machine that the doctor examines. Queries that could hang run in a child process."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ LARGEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """See Machine."""
+    """Everything the doctor needs of this machine. No method hangs or raises."""
 
     root: Path = Path("/")
     probe_seconds: float = PROBE_SECONDS
 
     @property
     def python(self) -> tuple[int, int]:
-        """See Machine."""
+        """Version of the interpreter."""
         return sys.version_info.major, sys.version_info.minor
 
     @property
     def processor(self) -> str:
-        """See Machine."""
+        """ "x86_64", "aarch64"."""
         return platform.machine()
 
     def version(self, distribution: str) -> str:
-        """See Machine."""
+        """Version of an installed distribution, or ""."""
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return ""
 
     def text(self, path: str) -> str:
-        """See Machine."""
+        """Contents of a small file, or ""."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0\n ")
         except OSError:
             return ""
 
     def paths(self, pattern: str) -> Sequence[str]:
-        """See Machine."""
+        """Files that match a glob, sorted."""
         found = sorted(self.root.glob(pattern))
         return [path.relative_to(self.root).as_posix() for path in found]
 
     def run(self, *command: str) -> CommandOutput:
-        """See Machine."""
+        """Run a command for a few seconds at most."""
         return _run([*command], COMMAND_SECONDS)
 
     def space(self, directory: str) -> int:
-        """See Machine."""
+        """Bytes free where a directory is or would be made; -1 if that is not writable."""
         try:
             path = Path(directory).expanduser()
             while not path.exists() and path != path.parent:
@@ -80,7 +80,7 @@ class LocalMachine:
             return -1
 
     def kernels(self, directory: str) -> int:
-        """See Machine."""
+        """Compiled kernels that a directory holds; -1 if it is none or closed."""
         try:
             path = Path(directory).expanduser()
             held = sum(name.endswith(ENDING) for name in os.listdir(path))
@@ -91,15 +91,15 @@ class LocalMachine:
         return held
 
     def cuda(self) -> Cuda:
-        """See Machine."""
+        """Query the CUDA driver."""
         return self._probe(Cuda, "cuda")
 
     def nvrtc(self, arch: str, device: int) -> Nvrtc:
-        """See Machine."""
+        """Compile a kernel for `arch`, and load it on a device unless that is -1."""
         return self._probe(Nvrtc, "nvrtc", arch, str(device))
 
     def tensorrt(self) -> TensorRT:
-        """See Machine."""
+        """Import TensorRT and query its versions."""
         return self._probe(TensorRT, "tensorrt")
 
     def _probe(self, kind: type[T], query: str, *more: str) -> T:

@@ -13,7 +13,8 @@ from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as package_plan
 from thor_dflash.package.manifest import REBUILD, Manifest
 from thor_dflash.runtime.doctor import jetson
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, Machine, TensorRT
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, TensorRT
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 from thor_dflash.runtime.doctor.software import LEAST
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
@@ -45,7 +46,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
 
 
 def fits(
-    machine: Machine, cuda: Cuda, manifest: Manifest, config: EngineConfig
+    machine: LocalMachine, cuda: Cuda, manifest: Manifest, config: EngineConfig
 ) -> Iterator[Finding]:
     """Whether the package's engine, the sizes requested of it and its memory fit this machine."""
     gpu = _gpu(cuda, config.device)
@@ -121,7 +122,7 @@ def _on_device(manifest: Manifest, cuda: Cuda, gpu: Gpu | None, config: EngineCo
 
 
 def _memory(
-    machine: Machine, gpu: Gpu | None, manifest: Manifest, capacity: int, block: int
+    machine: LocalMachine, gpu: Gpu | None, manifest: Manifest, capacity: int, block: int
 ) -> Finding:
     """Compare the memory that the package needs with the free memory."""
     kinds = needs(manifest, capacity, block)

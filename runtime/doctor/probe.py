@@ -37,7 +37,7 @@ def main(query: str, *arguments: str) -> None:
 
 
 def cuda() -> Cuda:
-    """See Machine."""
+    """See LocalMachine."""
     try:
         from cuda.bindings import driver
     except ImportError as e:
@@ -88,7 +88,7 @@ def _gpu(driver: Any, index: int) -> Gpu:
 
 
 def nvrtc(arch: str, device: int) -> Nvrtc:
-    """See Machine."""
+    """See LocalMachine."""
     from thor_dflash.plugins.cuda.compile import ROOT, compile_source
     from thor_dflash.plugins.cuda.driver import Driver
 
@@ -111,7 +111,7 @@ def nvrtc(arch: str, device: int) -> Nvrtc:
 
 
 def tensorrt() -> TensorRT:
-    """See Machine."""
+    """See LocalMachine."""
     try:
         trt = importlib.import_module("tensorrt")
     except Exception as e:  # if one of its libraries is missing, it may raise anything

@@ -10,11 +10,11 @@ from thor_dflash.runtime.doctor.facts import (
     Cuda,
     Finding,
     Gpu,
-    Machine,
     Nvrtc,
     TensorRT,
     missing,
 )
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
 PYTHON = (3, 11)
 EXTRAS = {
@@ -73,7 +73,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def python(machine: Machine) -> Finding:
+def python(machine: LocalMachine) -> Finding:
     """Whether the Python version is new enough."""
     text = ".".join(map(str, machine.python)) + f" on {machine.processor}"
     if machine.python >= PYTHON:
@@ -83,7 +83,7 @@ def python(machine: Machine) -> Finding:
     )
 
 
-def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
+def extras(machine: LocalMachine, needed: frozenset[str]) -> Iterator[Finding]:
     """Whether each extra is installed; wrong if a needed one is not."""
     for extra, parts in EXTRAS.items():
         have = {name: machine.version(name) for name in parts}
@@ -101,7 +101,9 @@ def extras(machine: Machine, needed: frozenset[str]) -> Iterator[Finding]:
             yield Finding(item, missing(extra in needed), text, command)
 
 
-def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool, unused: bool) -> Finding:
+def driver(
+    machine: LocalMachine, cuda: Cuda, *, jetson: bool, needed: bool, unused: bool
+) -> Finding:
     """Whether the CUDA driver works. `unused`: the package to run does not use a device."""
     if cuda.error:
         found = _no_driver(machine, cuda, jetson, needed)
@@ -113,23 +115,17 @@ def driver(machine: Machine, cuda: Cuda, *, jetson: bool, needed: bool, unused: 
     return Finding("cuda driver", "ok", text)
 
 
-def _no_driver(machine: Machine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
+def _no_driver(machine: LocalMachine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
     text = f"{cuda.error}; engines cuda and tensorrt cannot run here, engine ort can"
     if cuda.error.startswith("ImportError"):  # without bindings, nothing is known of the driver
-        state = missing(needed)
-        return Finding("cuda driver", state, text, "pip install 'thor-dflash[cuda]'")
+        remedy = "pip install 'thor-dflash[cuda]'"
+        return Finding("cuda driver", missing(needed), text, remedy)
     if cuda.error.startswith("no driver"):
-        if not jetson and not has_nvidia(machine):
-            state = missing(needed)
-            return Finding("cuda driver", state, f"{text}; there is no NVIDIA device to drive")
+        if not jetson and not any(machine.text(path) == "0x10de" for path in machine.paths(PCI)):
+            return Finding("cuda driver", missing(needed), f"{text}; there is no NVIDIA device")
         return Finding("cuda driver", "wrong", text, _new_driver(jetson))
     remedy = DRIVER_REMEDIES.get(cuda.error.partition(" ")[0], "nvidia-smi")
     return Finding("cuda driver", "wrong", text, remedy)
-
-
-def has_nvidia(machine: Machine) -> bool:
-    """Whether there is an NVIDIA device on the PCI bus."""
-    return any(machine.text(path) == "0x10de" for path in machine.paths(PCI))
 
 
 def _new_driver(jetson: bool) -> str:

@@ -89,7 +89,7 @@ def test_every_key_is_settable_and_refuses_a_value_of_another_type() -> None:
         ("build.kv=int4", 'build.kv must be "auto" or "f32" or "bf16" or "fp8" (got "int4")'),
         ("build.card.close=</think></think>", "build.card.close must "),
         ("decode.ignore_eos=1", "decode.ignore_eos must be true or false (got 1)"),
-        ("kv=fp8", '--set must be section.key=value (got "kv=fp8"); did you mean build.kv?'),
+        ("kv=fp8", '--set must be section.key=value (got "kv=fp8")'),
         ("decode.budget={tokens=5}", "--set must be of a key, not of a section (got "),
         ("decode.max_tokens=" + "9" * 5000, 'decode.max_tokens must be an integer (got "999'),
         ("decode.budget.ratio=1" + "0" * 400, "decode.budget.ratio must be a number of 64 bits"),

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from thor_dflash.package.trt_engine import BuildEnvironment, EngineDescription, render
 from thor_dflash.runtime.doctor import software
 from thor_dflash.runtime.doctor.facts import CommandOutput, Cuda, Gpu, Nvrtc, TensorRT
+from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
 GB, MHZ = 10**9, 10**6
 TEGRA = "etc/nv_tegra_release"
@@ -22,8 +23,8 @@ NO_MACHINE = CommandOutput(None, "No such file or directory")
 
 
 @dataclass(frozen=True)
-class Pretend:
-    """Implements the doctor's protocol `Machine`; its answers are its fields."""
+class Pretend(LocalMachine):
+    """A machine whose answers are its fields."""
 
     python: tuple[int, int] = (3, 12)
     processor: str = "x86_64"

@@ -57,9 +57,7 @@ def _override(table: dict[str, Any], item: str) -> None:
     dotted, equals, text = item.partition("=")
     *path, key = dotted.strip().split(".")
     if not equals or not path or not key:
-        raise ConfigError(
-            f"--set must be section.key=value (got {message_text.show(item)}){_suggestion(dotted)}"
-        )
+        raise ConfigError(f"--set must be section.key=value (got {message_text.show(item)})")
     if any(name.startswith(f"{dotted.strip()}.") for name in keys()):
         # A whole section would silently discard what was set for its keys before.
         got = message_text.show(item)
@@ -71,11 +69,6 @@ def _override(table: dict[str, Any], item: str) -> None:
             return  # the file has a value in place of the section, which `load` refuses
         row = inner
     row[key] = _parse(text)
-
-
-def _suggestion(dotted: str) -> str:
-    near = [name for name in keys() if name.rpartition(".")[2] == dotted.strip()]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _parse(text: str) -> object:

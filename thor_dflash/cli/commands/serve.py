@@ -8,7 +8,9 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Full, Queue
 from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.cli import stdio
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 SWITCH_S = 0.0005
 """Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
 default of 5 ms would be most of the time limit of a control operation."""
-HELD = 1 << 20
-"""Maximum bytes of log lines that wait to be written."""
+HELD = 256
+"""Maximum lines of the log that wait to be written."""
 LAYOUT = "\n\t"
 """Unprintable characters that the log keeps, for tracebacks."""
 LAST_S = 0.2
@@ -80,71 +82,33 @@ def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
 
 class Log:
     """Writes lines unbuffered to a stream on its own thread. A line that cannot be written is
-    dropped and counted: a full disk, a lost reader or a reader that does not read must not block or
-    end a planner.
+    dropped: a full disk, a lost reader or a reader that does not read must not block or end a
+    planner.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._news = threading.Condition()
-        self._lines: list[bytes] = []
-        self._held = 0
-        """Bytes of those lines."""
-        self._dropped = 0
-        """Lines dropped after those because the queue was full."""
-        self._closed = False
-        self._lost = 0
-        """Lost lines that have yet to be reported in the log. Used only by the thread."""
+        self._lines: Queue[bytes | None] = Queue(HELD)
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def __call__(self, text: str) -> None:
         """Queue a line, or the lines of a traceback. Thread-safe; never blocks."""
-        line = f"{visible(text.rstrip(), keep=LAYOUT)}\n".encode()
-        with self._news:
-            # Once a line is dropped, drop all until the thread has taken note of it, so that the
-            # report of the loss is at the right place among the lines.
-            if self._dropped or (self._lines and self._held + len(line) > HELD):
-                self._dropped += 1
-            else:
-                self._lines.append(line)
-                self._held += len(line)
-            self._news.notify()
+        with suppress(Full):
+            self._lines.put_nowait(f"{visible(text.rstrip(), keep=LAYOUT)}\n".encode())
 
     def close(self) -> bool:
         """Wait at most LAST_S for the last lines; return whether the thread has finished."""
-        with self._news:
-            self._closed = True
-            self._news.notify()
+        with suppress(Full):
+            self._lines.put_nowait(None)
         self._thread.join(LAST_S)
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._lines or self._closed)
-                if not self._lines:
-                    return
-                lines, self._lines, self._held = self._lines, [], 0
-                dropped, self._dropped = self._dropped, 0
-            for line in lines:
-                self._write_line(line)
-            self._lost += dropped
-            if self._lost:
-                self._write_line(b"")
-
-    def _write_line(self, line: bytes) -> None:
-        try:
-            if self._lost:
-                self._put(f"{self._lost} lines of this log could not be written\n".encode())
-                self._lost = 0
-            self._put(line)
-        except OSError:
-            self._lost += bool(line)
-
-    def _put(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._stream.fileno(), data) :]
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError):
+                while line:
+                    line = line[os.write(self._stream.fileno(), line) :]
 
 
 def _load(
