@@ -230,9 +230,14 @@ def test_a_failed_step_must_be_reset_or_restored(
 
 @pytest.mark.parametrize(
     ("geometry", "block", "chunk", "kv"),
-    [("27b", 2, 1, "f32"), ("4b", 5, 7, "bf16"), ("4b", 7, 5, "f32"), ("27b", 8, 64, "fp8"),
-     ("27b", 16, 48, "fp8")],
-)  # fmt: skip
+    [
+        ("27b", 2, 1, "f32"),
+        ("4b", 5, 7, "bf16"),
+        pytest.param("4b", 7, 5, "f32", marks=pytest.mark.slow),
+        pytest.param("27b", 8, 64, "fp8", marks=pytest.mark.slow),
+        pytest.param("27b", 16, 48, "fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_any_block_chunk_and_cache(
     geometry: str, block: int, chunk: int, kv: Literal["f32", "bf16", "fp8"]
 ) -> None:

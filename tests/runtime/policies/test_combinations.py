@@ -22,7 +22,7 @@ from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationG
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 
 LAWFUL = settings(
-    max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NEVER = 511
 COUNT = 48

@@ -156,6 +156,7 @@ def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> S
     return Said(code, json.loads(out) if out else {}, err)
 
 
+@pytest.mark.slow
 def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
     common = ("--max-tokens", "120", "--set", "decode.budget.message=x</think>")
     said = generate(capsys, package, *common, "--thinking-budget", "12", "--gate", "on",

@@ -369,5 +369,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
-    max_examples=6, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+    max_examples=3, stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )

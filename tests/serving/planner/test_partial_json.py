@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thor_dflash.serving.planner.partial_json import StepStream, close_partial, read_object
@@ -35,6 +35,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(ends)]
 
 
+@settings(max_examples=40)
 @given(plan=plans, style=styles, places=st.lists(st.integers(0, 300)), raw=st.booleans())
 def test_every_step_comes_once_whole_and_at_its_last_brace(
     plan: dict[str, Any], style: tuple[str, str], places: list[int], raw: bool

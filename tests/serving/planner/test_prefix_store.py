@@ -180,7 +180,7 @@ def test_plans_do_not_wait_for_the_disk_and_nothing_stops_it(written: Any) -> No
     assert [prefix["persisted"] for prefix in planner.prefixes()] == [True]
 
 
-@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("persist", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_prefix_that_is_dropped_before_its_answer_is_cancelled(
     serve: Serve, written: Any, persist: bool
 ) -> None:

@@ -64,13 +64,13 @@ def test_a_check_that_is_taken_is_a_moment() -> None:
     """Also by a schema inside itself, whose definitions double for the value and for its part."""
     schemas = [
         {**chain(links, last=last), "anyOf": [ref(f"a{links}"), {}]}
-        for links in range(4, 20)
+        for links in range(4, 20, 3)
         for last in (NEVER, {"anyOf": [NEVER, below(f"a{links}")]})
     ]
     begun = time.perf_counter()
     taken = [schema for schema in schemas if not refused(schema)]
     counting = time.perf_counter() - begun
-    assert 8 < len(taken) < len(schemas)
+    assert 2 < len(taken) < len(schemas)
     value: Schema = {}
     for _ in range(20):
         value = {"c": value}

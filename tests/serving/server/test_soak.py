@@ -13,7 +13,7 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.planner.session_backend import SessionBackend
 
-COUNT = 60
+COUNT = 25
 
 
 def test_every_plan_is_answered_once_and_as_if_it_were_alone(house: Any) -> None:

@@ -102,7 +102,7 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
     assert ours == sorted(set(device.graphs))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_launches_overlap_only_if_the_engine_may(
     made: Path, device: FakeCuda, overlap: bool
 ) -> None:
@@ -161,6 +161,7 @@ def test_each_step_reads_what_the_one_before_it_left(made: Path, device: FakeCud
             assert read == left
 
 
+@pytest.mark.slow
 def test_closing_leaves_room_for_the_next_engine(made: Path, device: FakeCuda) -> None:
     for _ in range(2):
         with closing(open_session(made, EngineConfig(), Silent())) as s:
