@@ -104,7 +104,7 @@ WHOLE = [name for name, shape in BLOCKS.items() if shape[1] * shape[3] % SLAB ==
 """Only rows that fill whole slabs are left for the next product."""
 
 
-@pairwise(quick=2, shape=WHOLE, device=[H100, THOR])
+@pairwise(quick=1, shape=WHOLE, device=[H100, THOR])
 def test_rows_can_be_left_for_the_next_product(shape: str, device: Device) -> None:
     """The slabs hold the very rows, whether a row's context is cut into several pieces or not."""
     call = call_of(DRAFT_ATTENTION, block(*BLOCKS[shape]))

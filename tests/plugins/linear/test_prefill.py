@@ -91,7 +91,7 @@ def test_any_number_of_steps_goes_through_the_ring(kind: str, k: int, shared: in
     run(call_of(LINEAR, case), Device((9, 0), 1, shared), seed=k)
 
 
-@pairwise(quick=2, k=[16, 80, 352], t=[33, 130])
+@pairwise(quick=1, k=[16, 80, 352], t=[33, 130])
 def test_a_row_is_the_same_with_any_ring(t: int, k: int) -> None:
     """Items of one, two and six half steps of K; several items to a block and a single one."""
     call = call_of(LINEAR, three_kinds(t, k))
@@ -118,7 +118,7 @@ def test_every_prologue_is_rounded_once(t: int, gate: str, head_dim: int) -> Non
     run(call_of(LINEAR, OpCase("prologue", x | weight_case(rng, "nvfp4", n, k), a)), device(2), t)
 
 
-@pairwise(quick=2, kind=["nvfp4", "fp8", "bfloat16"], n=[8, 136, 296])
+@pairwise(quick=1, kind=["nvfp4", "fp8", "bfloat16"], n=[8, 136, 296])
 def test_swiglu_of_any_kind_and_width(kind: str, n: int) -> None:
     rng = np.random.default_rng(n)
     x = {"x": rows(rng, 130, 128), **weight_case(rng, kind, n, 128, 0)}

@@ -32,7 +32,7 @@ def residual(rows: int, n: int, k: int, kind: str = "nvfp4") -> OpCase:
 
 @emulated
 @pairwise(
-    quick=2,
+    quick=1,
     rows=[1, 16, 19, 32],
     shape=[
         (200, 1088, "nvfp4", 7, 8),
@@ -57,7 +57,7 @@ def test_slim_blocks_equal_the_reference(rows: int, shape: tuple[int, int, str, 
 
 @emulated
 @pairwise(
-    quick=2,
+    quick=1,
     name=[
         *("more_mixed_16_of_640", "more_swiglu_32_of_640", "more_cancelled", "more_norm_5_of_640"),
         *("more_swiglu_16_of_640", "more_mixed_32_of_640", "more_norm_31_of_640"),

@@ -64,7 +64,7 @@ def same_rows(case: OpCase, parts: list[tuple[int, int]]) -> None:
 
 
 @emulated
-@pairwise(quick=2, length=[120, 0, 100, 128, 4070, 4208], cache=[FP8, BF16])
+@pairwise(quick=1, length=[120, 0, 100, 128, 4070, 4208], cache=[FP8, BF16])
 def test_a_row_does_not_depend_on_where_its_block_began(length: int, cache: DType) -> None:
     case = case_of(32, length, cache, length // 128 * 128 + 256, heads=2)
     same_rows(case, [(0, 1), (0, 16), (3, 8), (10, 32), (27, 28), (31, 32)])
@@ -112,7 +112,7 @@ def test_fp8_rows_saturate() -> None:
 
 
 @emulated
-@pairwise(quick=2, rows=[16, SPLIT_ROWS + 1], cache=[FP8, BF16])
+@pairwise(quick=1, rows=[16, SPLIT_ROWS + 1], cache=[FP8, BF16])
 def test_a_row_rescales_by_its_own_scores(rows: int, cache: DType) -> None:
     """Whether any row moves its base is asked for all rows of a half of the heads at once. Rows
     that do not move theirs, or would move it alone, must not change if another row moves.
@@ -125,7 +125,7 @@ def test_a_row_rescales_by_its_own_scores(rows: int, cache: DType) -> None:
 
 
 @emulated
-@pairwise(quick=2, rows=[1, 16, 32], cache=[FP8, BF16])
+@pairwise(quick=1, rows=[1, 16, 32], cache=[FP8, BF16])
 def test_rows_can_be_left_gated_for_the_next_product(rows: int, cache: DType) -> None:
     """The slabs equal those of a separate launch that gates the rows."""
     case = case_of(rows, 120, cache, 256, heads=4, kv=2)
@@ -193,7 +193,7 @@ def test_pieces_hold_each_position_that_a_row_sees_once() -> None:
 
 
 @emulated
-@pairwise(quick=2, length=[115, 250, 20, 130, 180, 230], cache=[FP8, BF16])
+@pairwise(quick=1, length=[115, 250, 20, 130, 180, 230], cache=[FP8, BF16])
 def test_bits_do_not_depend_on_whether_blocks_share_a_piece(length: int, cache: DType) -> None:
     """One to six thread blocks, of up to three pieces."""
     case = case_of(16, length, cache, 384, heads=2)

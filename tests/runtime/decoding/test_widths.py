@@ -39,7 +39,11 @@ Widths = dict[int, Session]
 """Width of a block, in rows -> a session of the same package; 0: the package's own width."""
 
 
-CASES = [("gqa2", "bf16"), ("27b", "modelopt"), ("heads27b", "bf16")]
+CASES = [
+    ("gqa2", "bf16"),
+    ("27b", "modelopt"),
+    pytest.param(("heads27b", "bf16"), marks=pytest.mark.slow, id="heads27b-bf16"),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
