@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,25 +41,6 @@ ENDING = ".cubin"
 """End of the name of a compiled kernel's file."""
 SEAL = hashlib.sha256().digest_size
 """Bytes of the checksum at the end of a cached cubin."""
-_USAGE = re.compile(
-    r"Compiling entry function '(?P<name>\w+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
-    r"(?:.*?(?P<shared>\d+) bytes smem)?",
-    re.DOTALL,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelUsage:
-    """What ptxas reports about one kernel."""
-
-    registers: int
-    """Per thread."""
-    spilled: int
-    """Bytes stored to and loaded from local memory because registers ran out."""
-    shared: int
-    """Static shared memory, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +50,6 @@ class Cubin:
     image: bytes
     log: str
     """The compiler's output; empty if the image came from the cache."""
-
-    @property
-    def usage(self) -> dict[str, KernelUsage]:
-        """Resource usage by kernel, from the log."""
-        found: dict[str, KernelUsage] = {}
-        for part in re.split(r"(?=ptxas info\s*: Compiling entry)", self.log):
-            if match := _USAGE.search(part):
-                found[match["name"]] = KernelUsage(
-                    int(match["registers"]),
-                    int(match["stores"]) + int(match["loads"]),
-                    int(match["shared"] or 0),
-                )
-        return found
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -110,17 +110,6 @@ class OpCall:
             )
         return gate.allocate(nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """Persistent device memory of the call, bytes."""
-        counters = {
-            a.name: a.nbytes
-            for launch in self._launches
-            for a in launch.arguments
-            if isinstance(a, Scratch) and a.zeroed
-        }
-        return sum(map(len, self._tables)) + sum(counters[name] for name in self._counters)
-
     def close(self) -> None:
         """Free the memory; none of the launches may be running. Idempotent."""
         for address in (*self._tables.values(), *self._counters.values()):

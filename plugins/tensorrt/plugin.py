@@ -203,11 +203,6 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         at = dict(zip(names, (*inputs, *outputs), strict=True))
         self._call.run(at, workspace, self._kernels.gate.cu.CUstream(stream))
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory that the plugin owns, bytes."""
-        return self._call.nbytes if self._call else 0
-
     # ---- from descriptors to ports -------------------------------------------------------
 
     def _types(self, types: Sequence[trt.DataType]) -> dict[str, DType]:

@@ -111,12 +111,6 @@ class OrtEngine:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = self.package / f"{name}.onnx"
         try:
-            str(path).encode()
-        except UnicodeEncodeError as e:
-            raise EngineError(
-                f"{path} must be a name in UTF-8 for ONNX Runtime (got: {e.reason})"
-            ) from e
-        try:
             session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as e:  # ONNX Runtime's errors have no common base of their own
             raise EngineError(

@@ -212,15 +212,11 @@ class Runtime:
     def __init__(self, logger: Any) -> None:
         self.logger = logger
 
-    def deserialize_cuda_engine(self, reader: Any) -> ICudaEngine | None:
+    def deserialize_cuda_engine(self, reader: Any) -> ICudaEngine:
         text = b""
         while piece := reader.read(4096, 0):
             text += piece
-        try:
-            table = json.loads(text)
-        except ValueError:
-            self.logger.log(ILogger.Severity.ERROR, "it is no engine")
-            return None
+        table = json.loads(text)
         return ICudaEngine(strict_records.decode(Program, table, "", PackageError), self)
 
 
@@ -234,10 +230,6 @@ class ICudaEngine:
         read = {ports[port] for node, ports, _ in self.nodes for port in node.inputs}
         weights = [name for name in program.weights if name in read]
         self.tensors = [*program.inputs, *weights, *program.outputs]
-        self.num_io_tensors = len(self.tensors)
-
-    def get_tensor_name(self, index: int) -> str:
-        return self.tensors[index]
 
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
         assert profile_index == 0
@@ -250,18 +242,13 @@ class ICudaEngine:
             ins, outs = tensors[:count], tensors[count:]
             yield plugin.get_workspace_size([*map(dynamic, ins)], [*map(dynamic, outs)])
 
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        del profile_index
-        shape = self.program.inputs[name].shape
-        return [tuple(n if isinstance(d, str) else d for d in shape) for n in (LEAST, MOST, MOST)]
-
     def create_execution_context(self, strategy: Any) -> IExecutionContext:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
         return IExecutionContext(self)
 
 
-LEAST, MOST = 1, 8192
-"""Bounds, in every profile, of the sizes that a session decides."""
+MOST = 8192
+"""Largest of the sizes that a session decides, in every profile."""
 
 
 def _order(node: PluginNode) -> tuple[str, ...]:
@@ -289,15 +276,8 @@ class IExecutionContext:
         return profile_index == 0
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
-        program = self.engine.program
-        known = program.inputs.get(name)
-        want = known.shape if known else _shaped(program, name, 1).shape
-        fits = all(
-            LEAST <= n <= MOST if isinstance(w, str) else n == w
-            for n, w in zip(shape, want, strict=True)
-        )
         self._shapes[name] = tuple(shape)
-        return fits
+        return True
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._at[name] = memory
