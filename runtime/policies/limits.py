@@ -1,15 +1,16 @@
-"""max_tokens and max_answer: the last block is capped so that no more tokens are committed."""
+"""max_tokens and max_answer: no more tokens are committed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit(Policy):
-    """Caps the last block."""
+    """Caps the last block; cuts the block that closes the thinking."""
 
     max_tokens: int
     """Of thinking and answer together."""
@@ -18,6 +19,12 @@ class TokenLimit(Policy):
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         block = block.capped(self.max_tokens - len(progress.tokens), "max_tokens")
-        # A block that closes the thinking has at least one row before the answer.
-        left = self.max_answer - progress.answer_tokens + progress.thinking
-        return block.capped(left, "max_answer")
+        if progress.thinking:  # judge cuts the answer that follows in the same block
+            return block
+        return block.capped(self.max_answer - progress.answer_tokens, "max_answer")
+
+    def judge(self, progress: DecodeProgress, block: Block, record: Record) -> int:
+        tokens = record.tokens[: record.count]
+        if not progress.thinking or progress.marks is None or progress.marks.close not in tokens:
+            return record.count
+        return min(record.count, tokens.index(progress.marks.close) + 1 + self.max_answer)

@@ -112,7 +112,7 @@ def package(where: Path) -> dict[str, Any]:
         exact = normalised = path.read_bytes()
         if path.name.endswith(".program.json"):
             table = json.loads(exact)
-            steps = [{"op" if k == "room" else k: v for k, v in s.items()} for s in table["steps"]]
+            steps = table["steps"]
             table = {k: v for k, v in table.items() if k not in ("format", "version")}
             normalised = json.dumps({**table, "steps": steps}).encode()
         elif path.name == "manifest.toml":
