@@ -16,7 +16,7 @@ from support.planner_nano import package, request
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
-from thor_dflash.runtime.engines.cuda import graph_capture as capturing
+from thor_dflash.runtime.engines.cuda import engine as cuda_engine
 from thor_dflash.runtime.session import Session, open_session
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def abandoned(s: Session) -> Any:
 
 def in_a_capture(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> list[bool]:
     """Do something once, before the next capture's first kernel; the list then has an entry."""
-    real, done = capturing.enqueue, list[bool]()
+    real, done = cuda_engine.enqueue, list[bool]()
 
     def enqueue(*arguments: Any, **options: Any) -> None:
         if not done:
@@ -50,7 +50,7 @@ def in_a_capture(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> l
             do()
         real(*arguments, **options)
 
-    monkeypatch.setattr(capturing, "enqueue", enqueue)
+    monkeypatch.setattr(cuda_engine, "enqueue", enqueue)
     return done
 
 

@@ -153,7 +153,7 @@ def launches(where: Path, device: Any) -> Iterator[tuple[str, Path, Any]]:
             )
     for op, site in calls:
         for launch in KERNELS[op].launches(site, device):
-            yield op, (KERNELS[op].folder / launch.source).resolve(), launch
+            yield op, KERNELS[op].source(launch).resolve(), launch
 
 
 def machine_code(image: bytes) -> Iterator[str]:
