@@ -73,8 +73,10 @@ def figures(kind: str, pattern: str) -> Callable[[], str]:
 
     def write() -> str:
         found = results(kind)
-        named = [{row["name"]: row for row in one["data"]} for one in found]
-        names = dict.fromkeys(name for rows in named for name in rows if re.search(pattern, name))
+        # Of rows with one name, the first: the measured one, before what it predicts for a Thor.
+        named = [{row["name"]: row for row in reversed(one["data"])} for one in found]
+        every = (row["name"] for one in found for row in one["data"])
+        names = dict.fromkeys(name for name in every if re.search(pattern, name))
         if not names:
             return NOTHING
         columns = [f"{one['date']}, {i + 1}" for i, one in enumerate(found)]
@@ -95,7 +97,8 @@ def figure_bars(kind: str, pattern: str) -> Callable[[], str]:
 
     def write() -> str:
         for one in reversed(results(kind)):
-            rows = [row for row in one["data"] if re.search(pattern, row["name"])]
+            named = {row["name"]: row for row in reversed(one["data"])}  # as in `figures`
+            rows = [named[name] for name in reversed(named) if re.search(pattern, name)]
             if rows:
                 return bars([(row["name"], row["value"]) for row in rows], rows[0]["unit"])
         return NOTHING
