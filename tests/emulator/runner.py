@@ -1,4 +1,4 @@
-"""Runs kernels on a CPU, compiled for the emulator in tests/emulator by emulator_code.py.
+"""Runs kernels on a CPU, compiled by compiler.py.
 
 One cluster runs at a time, and each of its threads is a fiber (tests/emulator/machine.cpp). Much of
 what is undefined behaviour on a GPU raises EmulatorFault here: accesses outside every buffer, data

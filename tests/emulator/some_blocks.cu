@@ -16,10 +16,6 @@ DEVICE Index real_grid() { return {BLOCKS, gridDim.y, gridDim.z}; }
 
 #if defined(SLABS)
 #include "linear/prologue.cu"
-#elif defined(TILE_ROWS)
-#include "linear/prefill.cu"
-#elif defined(NEXT)
-#include "standard/embed.cu"
 #else
-#include "cuda/bandwidth.cu"
+#include "linear/prefill.cu"
 #endif
