@@ -7,17 +7,19 @@ TensorRT is reported at once.
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import onnx
 
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.tensorrt.dense_linears import DenseLinears
 from thor_dflash.builders.tensorrt.deployment_graph import Deployment, deploy
 from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
-from thor_dflash.builders.tensorrt.parser_rules import deployed_problems, readers
 from thor_dflash.builders.tensorrt.profiles import EngineGraphs, SizeRange, gather
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.config.tensorrt import TensorRTConfig
@@ -71,8 +73,6 @@ class EnginePlan:
 
     together: Sequence[EngineGraphs]
     constants: EngineConstants
-    synthetic: bool = False
-    """Whether to leave out the constants, for a model without weights."""
 
 
 def engine_builder(config: TensorRTConfig, progress: Progress) -> TensorRTBuilder:
@@ -99,7 +99,7 @@ def plan_engines(material: EngineSources) -> EnginePlan:
     """Decide which engines to build.
 
     Raises:
-        ConfigError: an option does not fit the checkpoints, or a graph breaks a rule of the parser.
+        ConfigError: an option does not fit the checkpoints, or a state is overwritten too early.
     """
     constants = EngineConstants(material.stored)
     made: list[Deployment] = []
@@ -107,9 +107,9 @@ def plan_engines(material: EngineSources) -> EnginePlan:
         made.append(deploy(program, _dense(material, graph, program, constants)))
     together = list(gather(made, material.ranges))
     for one in together:
-        if problems := [*deployed_problems(one.model), *_shared_states(one)]:
+        if problems := _shared_states(one):
             raise ConfigError(
-                f"build.engine tensorrt must have graphs that its parser takes "
+                f"build.engine tensorrt must have graphs that change states safely "
                 f"(got {one.name}: {'; '.join(problems[:3])})"
             )
     return EnginePlan(together, constants)
@@ -142,10 +142,15 @@ def _shared_states(one: EngineGraphs) -> list[str]:
     return [
         f"{name} read by {count} nodes and written in place by one of them"
         for graph in one.graphs
-        for counts in (readers(graph.model),)
+        for counts in (_readers(graph.model),)
         for output in graph.in_place
         if (count := counts[name := output.removeprefix(NEXT)]) != 1
     ]
+
+
+def _readers(model: onnx.ModelProto) -> Counter[str]:
+    """Return how many nodes read each value."""
+    return Counter(name for node in model.graph.node for name in set(node.input))
 
 
 def write_engines(
@@ -178,7 +183,7 @@ def _engine_writer(
         try:
             if any(graph.products for graph in one.graphs):
                 with progress.task("writing constants", made.constants.nbytes, "bytes") as task:
-                    made.constants.write(scratch, task.advance, synthetic=made.synthetic)
+                    made.constants.write(scratch, task.advance)
             by.build(one, made.constants, scratch, path)
         finally:
             shutil.rmtree(scratch)

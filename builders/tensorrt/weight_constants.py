@@ -58,14 +58,9 @@ class EngineConstants:
         """Size of the file, bytes. There must be a tensor."""
         return self.files.nbytes(FILE)
 
-    def write(self, directory: Path, advance: Callable[[int], None], *, synthetic: bool) -> None:
-        """Write the file; with `synthetic`, as a sparse file of the right size."""
-        path = directory / FILE
-        if not synthetic:
-            self.files.write(FILE, advance, path)
-            return
-        with path.open("wb") as out:
-            out.truncate(self.nbytes)
+    def write(self, directory: Path, advance: Callable[[int], None]) -> None:
+        """Write the file."""
+        self.files.write(FILE, advance, directory / FILE)
 
     def mapped(self, graph: onnx.GraphProto, directory: Path) -> Iterator[tuple[str, Array]]:
         """Yield name and bytes, uint8 [n], of a graph's constants. They must outlive the build."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from thor_dflash.calib.planbench import Task, judge
-from thor_dflash.calib.planbench.replan import again
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
 from thor_dflash.calib.studies import script
@@ -39,8 +38,6 @@ class Arm:
     tasks: int = 0
     schema_valid: int = 0
     executor_valid: int = 0
-    again_valid: int = 0
-    """The same, a plan that fails on the way replanned from there, once."""
     stopped: int = 0
     cycles: int = 0
     """In the answer, the thinking left out."""
@@ -54,7 +51,7 @@ class Arm:
     def row(self) -> Sequence[object]:
         """A row of the table; see HEADER."""
         n = max(1, self.tasks)
-        counts = (self.stopped, self.schema_valid, self.executor_valid, self.again_valid)
+        counts = (self.stopped, self.schema_valid, self.executor_valid)
         return (
             self.name,
             *(f"{count}/{n}" for count in counts),
@@ -65,7 +62,7 @@ class Arm:
         )
 
 
-HEADER = ("decoding", "stopped", "schema", "executor", "after one replan",
+HEADER = ("decoding", "stopped", "schema", "executor",
           "accept length (answer)", "forced, %", "grammar us/cycle", "decode ms/plan")  # fmt: skip
 
 
@@ -78,14 +75,11 @@ def run(session: Session, task: Task, arm: Arm, proposer: Proposer) -> tuple[int
     """Plan one task one way and count what came of it; the tokens."""
     tokens, answer, policies = _plan(session, task, arm, proposer)
     _count(session, arm, policies)
-    verdict, obeys = judge(task, answer), _obeys(schema_of(task.scene), answer)
-    arm.schema_valid += obeys
+    verdict = judge(task, answer)
+    arm.schema_valid += _obeys(schema_of(task.scene), answer)
     arm.executor_valid += verdict.valid
     if not verdict.valid:
         print(f"{arm.name}, {task.name}: {verdict.reason}", file=sys.stderr)
-    rest = again(task, answer) if obeys and not verdict.valid else None
-    anew = "" if rest is None else _plan(session, rest, arm, proposer)[1]
-    arm.again_valid += verdict.valid or (rest is not None and judge(rest, anew).valid)
     return tokens
 
 

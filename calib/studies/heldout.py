@@ -17,7 +17,6 @@ from thor_dflash.calib.studies import script
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.runtime.decoding.proposers import NoDrafter
-from thor_dflash.runtime.measure.profile import PROMPT
 from thor_dflash.runtime.session import RequestReport, Session, open_session
 
 
@@ -93,17 +92,6 @@ def table(results: Sequence[TaskResult]) -> script.Table:
     return rows
 
 
-def _phases(results: Sequence[TaskResult]) -> script.Table:
-    """Milliseconds of each phase in a cycle."""
-    totals: dict[str, float] = {}
-    for r in results:
-        for name, ms in r.report.phases_ms.items():
-            totals[name] = totals.get(name, 0.0) + ms
-    cycles = sum(r.report.spec.cycles for r in results)
-    per_cycle = {n: ms / cycles for n, ms in totals.items() if not n.startswith(PROMPT)}
-    return [("phase", "ms a cycle"), *((n, round(ms, 2)) for n, ms in per_cycle.items())]
-
-
 def run(package: Path, limit: int | None, thinking: bool, progress: Progress) -> list[TaskResult]:
     """Plan the held-out tasks both ways."""
     with closing(open_session(package, EngineConfig(), progress)) as session:
@@ -128,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables: dict[str, script.Table] = {
         "heldout": table(results),
         "tokens per cycle": [("tokens", "cycles"), *enumerate(hist, 1)],
-        "phases": _phases(results),
         "not valid": [("task", "reason"), *((r.task.name, r.reason) for r in results if r.reason)],
     }
     script.show(tables.items(), as_json=args.json)

@@ -10,6 +10,9 @@ the masks are as long as they can be, and every cycle commits all of its rows.
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -25,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from thor_dflash.calib.studies import script
-from thor_dflash.calib.studies.grammar_cost import OBJECTS, SKILLS, filled, plan
 from thor_dflash.cli.commands.bench import hollow, variants
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
@@ -47,6 +49,41 @@ WARM, RUNS = 3, 15
 """Answers of each kind, without and with their times."""
 FIRST, LAST = 2_000, 200_000
 """Range of the prompt's ids, in which there are only random words."""
+
+
+OBJECTS = [f"object_{i}" for i in range(40)]
+SKILLS = {f"skill_{i}": {"object": "object", "on": "object"} for i in range(10)}
+
+
+def filled(directory: Path, ids: int, out: Path) -> Path:
+    """A copy of a tokenizer with random words up to `ids`."""
+    for name in files.tokenizer_files(directory):
+        shutil.copy(directory / name, out / name)
+    table, rng = json.loads((out / files.TOKENIZER).read_text(encoding="utf-8")), random.Random(0)
+    vocab: dict[str, int] = table["model"]["vocab"]
+    # A learned vocabulary with a gap would move the ids of the added tokens.
+    vocab |= {token["content"]: token["id"] for token in table["added_tokens"]}
+    parts, first = [word for word in vocab if len(word) > 1], files.addressed_ids(out)
+    while first < ids:
+        word = "".join(rng.choice(parts) for _ in range(rng.choice((2, 2, 3))))
+        first += vocab.setdefault(word, first) == first
+    (out / files.TOKENIZER).write_text(json.dumps(table), encoding="utf-8")
+    return out
+
+
+def plan(text: Tokenizer) -> list[int]:
+    """A plan of eight steps."""
+    steps = [
+        {
+            "id": i + 1,
+            "skill": f"skill_{i}",
+            "args": {"object": OBJECTS[i], "on": OBJECTS[-1]},
+            "on_fail": "retry",
+        }
+        for i in range(8)
+    ]
+    value = {"goal": "[a->b]", "steps": steps, "needs_clarification": None}
+    return text.encode(json.dumps(value, separators=(",", ":")))
 
 
 @dataclass(frozen=True, slots=True)

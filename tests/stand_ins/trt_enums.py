@@ -94,12 +94,6 @@ class IDimensionExpr:
     value: int
     """-1 if it is decided only when the engine runs."""
 
-    def is_constant(self) -> bool:
-        return self.value >= 0
-
-    def get_constant_value(self) -> int:
-        return self.value
-
 
 class IExprBuilder:
     def constant(self, value: int) -> IDimensionExpr:

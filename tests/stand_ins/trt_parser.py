@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +24,6 @@ from stand_ins.trt_enums import (
     get_plugin_registry,
 )
 
-BEGINNING = 256
-"""How many bytes of each initializer are kept."""
 TYPES = {
     TensorProto.FLOAT: DataType.FLOAT,
     TensorProto.FLOAT16: DataType.HALF,
@@ -85,8 +82,6 @@ class INetworkDefinition:
     layers: list[ILayer] = field(default_factory=list)
     initializers: dict[str, int] = field(default_factory=dict)
     """Initializers handed to the parser: name -> size, bytes."""
-    beginnings: dict[str, bytes] = field(default_factory=dict)
-    """The first BEGINNING bytes of each."""
     declared: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     """Shapes as the graph declares them, with symbols."""
 
@@ -139,7 +134,6 @@ class OnnxParser:
         if length != size:
             return False
         self._network.initializers[name] = size
-        self._network.beginnings[name] = ctypes.string_at(data, min(size, BEGINNING))
         return True
 
     def parse_model_proto(self) -> bool:

@@ -12,46 +12,6 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import Attribute
 
 
-def attended(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]:
-    """Returns three calls and what is known of the rows between them: a linear that makes the gate,
-    attention, and the linear that reads both. `more` changes attributes of the last.
-    """
-    attributes = {"gate": "sigmoid", "head_dim": 0, "segments": 1, "epilogue": "none", **more}
-    taken = {"x": "o", "gate": "g", "weight0": "w"}
-    calls = [
-        OperatorCall("qkv", "linear", {}, {"x": "h"}, {"y1": "g"}),
-        OperatorCall("attention", "verify_attention", {}, {"q": "q"}, {"o": "o"}),
-        OperatorCall("o_proj", "linear", attributes, taken, {"y0": "y"}),
-    ]
-    return calls, {name: ValueType(DType.BF16, (16, 512)) for name in ("o", "g", "y", "w")}
-
-
-def shares(calls: list[OperatorCall], known: dict[str, ValueType]) -> bool:
-    """Whether attention applies the gate and leaves its rows in slabs for the last linear."""
-    model = helper.make_model(helper.make_graph([], "part", [], []))
-    lowering = _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls)
-    lowering.share_rows()
-    [maker] = [call for call in calls if call.op == "verify_attention"]
-    ours = maker.inputs.get("next_gate") == "g" and "y0_slabs" in maker.outputs
-    assert ours == ("x_slabs" in calls[-1].inputs) == ("o.slabs" in lowering.known)
-    return ours
-
-
-def test_attention_applies_a_plain_sigmoid_gate_that_is_made_before_it() -> None:
-    calls, known = attended()
-    assert shares(calls, known)
-    assert not shares(*attended(gate="silu"))
-    assert not shares(*attended(head_dim=256))
-    calls, known = attended()
-    calls[-1].inputs["norm_weight"] = "w"
-    assert not shares(calls, known)
-    for shape in ((33, 512), (16, 520)):
-        calls, known = attended()
-        assert not shares(calls, {**known, "o": ValueType(DType.BF16, shape)})
-    (gate, rows, product), known = attended()
-    assert not shares([rows, gate, product], known), "the gate is not there yet"
-
-
 def walked(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]:
     """Returns gdn and the product that reads its rows, and what is known. `more` changes attributes
     of the product.

@@ -28,7 +28,6 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     [
         ("grammar_quality /none/p", "/none/p must be a package directory"),
         ("heldout --package /none/p", "/none/p must be a package directory"),
-        ("grammar_cost /none/p", "/none/p must hold a tokenizer.json"),
         ("policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
