@@ -95,7 +95,7 @@ BLOCKS = {
 HARD = ("bidirectional_window", "late_first", "three_heads_share_keys", "32_rows", "far")
 
 
-@pairwise(quick=3, shape=sorted(BLOCKS, key=lambda name: name not in HARD), device=[THOR, H100])
+@pairwise(quick=6, shape=sorted(BLOCKS, key=lambda name: name not in HARD), device=[THOR, H100])
 def test_a_block_attends_as_the_reference_says(shape: str, device: Device) -> None:
     run(DRAFT_ATTENTION, block(*BLOCKS[shape]), Emulator(seed=3), device)
 
