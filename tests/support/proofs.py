@@ -167,13 +167,16 @@ def machine_code(image: bytes) -> Iterator[str]:
 
 def cubins(where: Path) -> dict[str, Any]:
     """Return the hashes of cubins by operator, kernel and constants, and how many have each."""
+    from support.kernel_usage import reported
+
     from thor_dflash.plugins.cuda import compile as compiler
     from thor_dflash.plugins.launch import H100, THOR
 
     def compiled(source: Path, defines: Any, arch: str) -> tuple[list[str], dict[str, str]]:
         made = compiler.compile_source(source, dict(defines), arch)
-        code = sorted(machine_code(made.image)), sorted(map(astuple, made.usage.values()))
-        return [*made.usage], {"exact": sha(made.image), "normalised": sha(repr(code))}
+        usage = reported(made.log)
+        code = sorted(machine_code(made.image)), sorted(map(astuple, usage.values()))
+        return [*usage], {"exact": sha(made.image), "normalised": sha(repr(code))}
 
     record: dict[str, Any] = {}
     for device, arch in ((H100, "sm_90"), (THOR, "sm_110")):
