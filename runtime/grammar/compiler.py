@@ -28,7 +28,7 @@ KEPT = 16
 LEAD = "\n\n"
 """What chat templates put between the thinking block and the answer."""
 ESCAPES = 'nrbtf\\"'
-"""Allowed JSON escape letters. Not u: \\u could spell a declared key in another way, or half a
+"""Allowed JSON escape chars. Not u: \\u could spell a declared key in another way, or half a
 surrogate pair."""
 SILENT = 0
 """llguidance's log level: no output on stderr. Errors are read from the matcher."""

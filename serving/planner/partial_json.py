@@ -35,34 +35,34 @@ class _Scanner:
     dead: bool = False
     """The text is not an object, or its object is closed."""
 
-    def feed(self, letter: str) -> bool:
+    def feed(self, char: str) -> bool:
         """Take a character. Returns whether it closed a step."""
         if self.dead:
             return False
         if self.string:
-            self._inside(letter)
-        elif letter == '"':
+            self._inside(char)
+        elif char == '"':
             self.string = True
             self.dead = not self.open
-        elif letter in "{[":
-            self.dead = not self.open and letter == "["
-            self.open.append(letter)
-        elif letter in "}]":
-            return self._close(letter)
+        elif char in "{[":
+            self.dead = not self.open and char == "["
+            self.open.append(char)
+        elif char in "}]":
+            return self._close(char)
         elif not self.open:
-            self.dead = not letter.isspace()
+            self.dead = not char.isspace()
         return False
 
-    def _inside(self, letter: str) -> None:
-        self.string = self.escaped or letter != '"'
-        self.escaped = not self.escaped and letter == "\\"
+    def _inside(self, char: str) -> None:
+        self.string = self.escaped or char != '"'
+        self.escaped = not self.escaped and char == "\\"
 
-    def _close(self, letter: str) -> bool:
-        if not self.open or self.open.pop() != _CLOSES[letter]:
+    def _close(self, char: str) -> bool:
+        if not self.open or self.open.pop() != _CLOSES[char]:
             self.dead = True
             return False
         self.dead = not self.open
-        return letter == "}" and self.open == _STEP
+        return char == "}" and self.open == _STEP
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class StepStream:
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Return the steps that this text completes, in order."""
         steps: list[dict[str, Any]] = []
-        for letter in text:
+        for char in text:
             if self._scanner.open == _STEP and not self._scanner.string:
                 self._text.clear()
-            self._text.append(letter)
-            if self._scanner.feed(letter):
+            self._text.append(char)
+            if self._scanner.feed(char):
                 step = read_object("".join(self._text))
                 self._scanner.dead = step is None
                 steps += [] if step is None else [step]
@@ -118,15 +118,15 @@ def close_partial(
         return None
     if "steps" in plain and "needs_clarification" not in plain:
         asking = f"{kept}]{_PLAN_TAIL}"
-        said = read_object(asking)
-        if said is not None and (fits(said) or not fits(plain)):
+        written = read_object(asking)
+        if written is not None and (fits(written) or not fits(plain)):
             return asking
     return f"{kept}]{_PLAIN_TAIL}"
 
 
 def _last_step(text: str) -> str | None:
     scanner, end = _Scanner(), 0
-    for at, letter in enumerate(text):
-        if scanner.feed(letter):
+    for at, char in enumerate(text):
+        if scanner.feed(char):
             end = at + 1
     return text[:end].strip() if end else None

@@ -179,8 +179,8 @@ def made(node: PluginNode, name: str = "layer") -> Any:
     """Returns the plugin of a node as an engine has it: made for a network, serialised, made again
     from the serialised fields, attached to a context.
     """
-    told = node.fields()
-    given = {name: int(told[name]) for name in KEYS}
+    reported = node.fields()
+    given = {name: int(reported[name]) for name in KEYS}
     plugin = creator_of(node).create_plugin(name, fields(given), TensorRTPhase.BUILD)
     kept = plugin.clone().get_fields_to_serialize()
     again = creator_of(node).create_plugin(name, kept, TensorRTPhase.RUNTIME)
@@ -190,8 +190,8 @@ def made(node: PluginNode, name: str = "layer") -> Any:
 def outputs(plugin: Any, inputs: Sequence[Shaped]) -> list[PluginTensorDesc]:
     """Returns the types and shapes that a plugin tells of its outputs."""
     types = plugin.get_output_data_types([TYPES[x.dtype] for x in inputs])
-    told = [DimsExprs(map(Expression, x.shape)) for x in inputs]
-    shapes = plugin.get_output_shapes(told, [], IExprBuilder())
+    reported = [DimsExprs(map(Expression, x.shape)) for x in inputs]
+    shapes = plugin.get_output_shapes(reported, [], IExprBuilder())
     return [
         PluginTensorDesc(tuple(size.value for size in shape), kind)
         for shape, kind in zip(shapes, types, strict=True)
@@ -297,7 +297,7 @@ class IExecutionContext:
             resources = IPluginResourceContext()
             self._plugins = [p.attach_to_context(resources) for *_, p in engine.nodes]
         for (node, ports, _), plugin in zip(engine.nodes, self._plugins, strict=True):
-            ins = [self._told(ports[p], shapes) for p in node.inputs]
+            ins = [self._reported(ports[p], shapes) for p in node.inputs]
             outs = outputs(plugin, ins)
             shapes |= {ports[p]: d.dims for p, d in zip(node.outputs, outs, strict=True)}
             in_descs = [desc(shaped) for shaped in ins]
@@ -309,7 +309,7 @@ class IExecutionContext:
             plugin.enqueue(in_descs, outs, at[:count], at[count:], work, stream_handle)
         return True
 
-    def _told(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shaped:
+    def _reported(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Shaped:
         return Shaped(_shaped(self.engine.program, name, 1).dtype, shapes[name])
 
     def _address(self, name: str) -> int:

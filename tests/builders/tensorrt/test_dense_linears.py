@@ -247,7 +247,7 @@ def linear(directory: Path, part: str) -> Linear:
 
 
 @pytest.mark.parametrize("part", ["in_proj", "out_proj", "gate_up", "down_proj", "qkv", "o_proj"])
-def test_the_nodes_of_a_linear_compute_the_room_s_reference_over_quantised_rows(
+def test_the_nodes_of_a_linear_compute_its_reference_over_quantised_rows(
     tmp_path: Path, part: str
 ) -> None:
     one = linear(tmp_path, part)

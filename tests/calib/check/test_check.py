@@ -170,7 +170,7 @@ def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: 
 # ---- files
 
 
-def test_the_report_is_told_in_words_and_as_json(
+def test_the_report_as_text_and_as_json(
     good: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "g.npz"

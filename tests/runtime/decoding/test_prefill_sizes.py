@@ -45,15 +45,15 @@ def every(package: Path) -> Session:
 def test_every_size_gives_the_same_tokens(every: Session) -> None:
     request = Request(prompt=LONG[:207], max_tokens=20)
     assert every.model.chunks == SIZES
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     for size in SIZES:
         every.model.chunk = size
         assert answer(every, request, DflashDrafter()) == answer(every, request, NoDrafter())
         chunks = list(every.run(request, NoDrafter()))
-        told.append([token for chunk in chunks for token in chunk.tokens])
+        reported.append([token for chunk in chunks for token in chunk.tokens])
         done = [chunk.prompt_done for chunk in chunks if chunk.prompt_done]
         assert done == [*range(size, 206, size), 206], size
-    assert told[0] == told[1] == told[2]
+    assert reported[0] == reported[1] == reported[2]
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 32, 33, 100, 108, 233])
@@ -81,17 +81,17 @@ def test_the_rest_of_a_prompt_is_read_by_the_smallest_step_that_holds_it(
         ]
 
 
-def test_caches_and_rings_have_room_for_the_largest(every: Session) -> None:
+def test_caches_and_rings_have_space_for_the_largest(every: Session) -> None:
     """With a full context, the padding rows that a prefill step writes past the end of the prompt
     must not overwrite a row that is still visible.
     """
     limit = every.model.limit
     request = Request(prompt=prompt(limit - 60, 6), max_tokens=60)
-    told: list[tuple[object, object]] = []
+    reported: list[tuple[object, object]] = []
     for size in SIZES:
         every.model.chunk = size
-        told.append((answer(every, request, DflashDrafter()), every.report().spec))
-    assert told[0] == told[1] == told[2]
+        reported.append((answer(every, request, DflashDrafter()), every.report().spec))
+    assert reported[0] == reported[1] == reported[2]
     for name, tensor in every.model.state.tensors.items():
         if name.startswith("attention."):
             assert tensor.spec.at({})[1] >= limit + max(SIZES), name

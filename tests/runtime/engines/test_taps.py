@@ -132,9 +132,9 @@ def regret(p: TapPair, taps: Array, tokens: list[int], blocks: Blocks) -> list[f
     for known, forced, block in blocks:
         # The newest token has no taps yet: it is row 0 of the block.
         assert block[0] == tokens[known - 1]
-        said = p.plain(taps[: known - 1], tokens[known - 1])[forced + 1 :]
-        chosen = np.take_along_axis(said, block[forced + 1 :, None].astype(np.int64), axis=1)
-        out.append(float((said.max(axis=1) - chosen[:, 0]).max() / np.abs(said).max()))
+        written = p.plain(taps[: known - 1], tokens[known - 1])[forced + 1 :]
+        chosen = np.take_along_axis(written, block[forced + 1 :, None].astype(np.int64), axis=1)
+        out.append(float((written.max(axis=1) - chosen[:, 0]).max() / np.abs(written).max()))
     return out
 
 

@@ -17,10 +17,10 @@ CARD = make_card(CardConfig(), 262144)
 def test_the_card_of_a_small_model_and_one_with_given_tiers() -> None:
     small = make_card(CardConfig(), 2048)
     assert (small.max_tokens, small.reply, small.high, small.max) == (2048, 256, 1792, 1792)
-    told = make_card(CardConfig(high=10, low=20, source="s"), 2048)
-    tiers = (told.low, told.medium, told.high, told.x_high, told.max)
+    reported = make_card(CardConfig(high=10, low=20, source="s"), 2048)
+    tiers = (reported.low, reported.medium, reported.high, reported.x_high, reported.max)
     assert tiers == (20, 896, 896, 1792, 1792), "tiers never fall"
-    assert told.source == "s"
+    assert reported.source == "s"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_lengths(config: BudgetConfig, max_tokens: int, want: TokenLimits) -> No
         ),
     ],
 )
-def test_lengths_that_leave_no_room(
+def test_lengths_that_leave_no_space(
     config: BudgetConfig, max_tokens: int, card: ModelCard, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):

@@ -120,12 +120,12 @@ def test_a_message_that_the_last_thought_began_is_not_begun_twice() -> None:
         assert run(asked(limit), proposer, [ThinkingBudget(limit, close)])[0] == want
 
 
-@pytest.mark.parametrize("said", [1, 16, 19])
-def test_max_tokens_inside_the_message(said: int) -> None:
+@pytest.mark.parametrize("written", [1, 16, 19])
+def test_max_tokens_inside_the_message(written: int) -> None:
     close = message(20)
-    want = by_hand(18, close)[: 18 + said]
+    want = by_hand(18, close)[: 18 + written]
     for proposer in proposers(want):
-        it = Asked(NEVER, max_tokens=18 + said)
+        it = Asked(NEVER, max_tokens=18 + written)
         assert run(it, proposer, [ThinkingBudget(18, close)])[0] == want
 
 

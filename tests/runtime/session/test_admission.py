@@ -141,34 +141,34 @@ SHORT = ("--set", "engine.capacity=96")
 
 
 @dataclass(frozen=True)
-class Said:
+class Printed:
     code: int
     out: dict[str, object]
     err: str
 
 
-def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> Said:
+def generate(capsys: pytest.CaptureFixture[str], package: Path, *args: str) -> Printed:
     code = main.main(
         ["generate", "--package", str(package), "--prompt", "hi", "--json", "--ignore-eos",
          "--set", "engine.threads=1", *args]
     )  # fmt: skip
     out, err = capsys.readouterr()
-    return Said(code, json.loads(out) if out else {}, err)
+    return Printed(code, json.loads(out) if out else {}, err)
 
 
 @pytest.mark.slow
 def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
     common = ("--max-tokens", "120", "--set", "decode.budget.message=x</think>")
-    said = generate(capsys, package, *common, "--thinking-budget", "12", "--gate", "on",
+    written = generate(capsys, package, *common, "--thinking-budget", "12", "--gate", "on",
                     "--set", "decode.draft.context=64")  # fmt: skip
-    assert said.code == 0
-    assert said.out["close_kind"] == "hard"
-    assert set(said.out["phases"]) == {"thinking", "closing", "answer"}  # type: ignore[call-overload]
-    notes = {(n["what"], n["why"]) for n in said.out["notes"]}  # type: ignore[attr-defined]
+    assert written.code == 0
+    assert written.out["close_kind"] == "hard"
+    assert set(written.out["phases"]) == {"thinking", "closing", "answer"}  # type: ignore[call-overload]
+    notes = {(n["what"], n["why"]) for n in written.out["notes"]}  # type: ignore[attr-defined]
     assert ("forced", "thinking budget") in notes
     assert ("gated", "measuring a plain step") in notes
     narrow = generate(capsys, package, *common, "--thinking-budget", "12", "--block", "8")
-    assert narrow.out["tokens"] == said.out["tokens"]
+    assert narrow.out["tokens"] == written.out["tokens"]
     assert len(narrow.out["spec"]["accept_hist"]) == 8  # type: ignore[index,call-overload]
     low = generate(capsys, package, "--max-tokens", "300", "--reasoning-effort", "low")
     assert (low.code, low.out["close_kind"]) == (0, "hard")
@@ -199,7 +199,7 @@ def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
 def test_invalid_and_contradictory_options_are_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], package: Path, args: str, message: str
 ) -> None:
-    said = generate(capsys, package, *args.split())
-    assert said.code == 2
-    assert message in said.err
-    assert said.err.count("\n") == 1
+    written = generate(capsys, package, *args.split())
+    assert written.code == 2
+    assert message in written.err
+    assert written.err.count("\n") == 1

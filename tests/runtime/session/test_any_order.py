@@ -158,8 +158,8 @@ class Plain:
     def close(self) -> None:
         """Begin the closing message if the thinking has used up its tokens."""
         if self.inside and self.message and len(self.out) >= self.think:
-            said = self.out[-1:] == self.message[:1]
-            self.closing, self.message = self.message[said:], []
+            written = self.out[-1:] == self.message[:1]
+            self.closing, self.message = self.message[written:], []
 
     def choose(self, logits: Array) -> int:
         """Returns the next token; -1 if none is legal."""
@@ -204,12 +204,12 @@ def rows(prompt: Sequence[int], out: Sequence[int]) -> Iterator[Array]:
         model.state.commit(1)
 
 
-def plain(q: Request, said: Sequence[int] = ()) -> tuple[list[int], str]:
-    """Returns all committed tokens, of which `said` are the first, and why they end."""
+def plain(q: Request, written: Sequence[int] = ()) -> tuple[list[int], str]:
+    """Returns all committed tokens, of which `written` are the first, and why they end."""
     p = Plain(q)
     for logits in rows(q.prompt, p.out):
         p.close()
-        token = p.choose(logits) if len(p.out) >= len(said) else said[len(p.out)]
+        token = p.choose(logits) if len(p.out) >= len(written) else written[len(p.out)]
         if token < 0:
             break
         p.take(token)
@@ -349,8 +349,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         want, why = truth(asked)
         if asked.relaxed and marks().close in tokens:
-            said = tokens[: tokens.index(marks().close) + 1]
-            want, why = plain(asked.request(opened("plain")), said)
+            written = tokens[: tokens.index(marks().close) + 1]
+            want, why = plain(asked.request(opened("plain")), written)
         elif asked.relaxed and (asked.thinks or tokens[:1] == [marks().open]):
             return
         shown = want[:-1] if why == "stop" else want

@@ -119,7 +119,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_or_lost(s: Session) 
     assert [p.name for p in s.prefixes.list()] == ["fixed", "free"]
 
 
-def test_a_pinned_prefix_makes_room_for_one_of_the_same_name(s: Session, tmp_path: Path) -> None:
+def test_a_pinned_prefix_makes_space_for_one_of_the_same_name(s: Session, tmp_path: Path) -> None:
     s.prefixes.budget = s.prefixes.bytes_of(64)
     s.prefixes.put("fixed", LONG[:65])
     s.prefixes.save("fixed", tmp_path / "p")

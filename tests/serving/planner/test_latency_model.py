@@ -106,5 +106,5 @@ def test_a_machine_that_was_slow_for_a_minute_is_trusted_again(house: Any, local
         except PlanError as e:
             return e.code
 
-    said = [ask(number) for number in range(TRIAL + 2)]
-    assert said == ["deadline_infeasible"] * (TRIAL - 1) + ["ok"] * 3
+    written = [ask(number) for number in range(TRIAL + 2)]
+    assert written == ["deadline_infeasible"] * (TRIAL - 1) + ["ok"] * 3

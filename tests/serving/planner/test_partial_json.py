@@ -44,8 +44,8 @@ def test_every_step_comes_once_whole_and_at_its_last_brace(
     stream = StepStream()
     assert [step for piece in cut(text, places) for step in stream.feed(piece)] == plan["steps"]
     whole, ends = StepStream(), list[int]()
-    for at, letter in enumerate(text):
-        ends += [at] * len(whole.feed(letter))
+    for at, char in enumerate(text):
+        ends += [at] * len(whole.feed(char))
     assert [text[at] for at in ends] == ["}"] * len(plan["steps"])
     for number, at in enumerate(ends, 1):
         assert json.loads(text[: at + 1] + "]}")["steps"] == plan["steps"][:number]

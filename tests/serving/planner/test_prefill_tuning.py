@@ -48,7 +48,7 @@ def test_the_largest_step_that_a_cancel_can_wait_for(
         session.model, SIZES, limit, log.append, lambda model, rows, start: 2.0 * rows
     )
     assert (session.model.chunk, got) == (rows, took)
-    assert bool(log) == (limit < 16), "a limit that no size keeps is told"
+    assert bool(log) == (limit < 16), "a limit that no size keeps is reported"
 
 
 def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(

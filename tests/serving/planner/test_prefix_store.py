@@ -105,13 +105,13 @@ def test_what_is_dropped_or_put_again_without_does_not_come_back(serve: Serve) -
     assert [prefix["prefix_id"] for prefix in serve().prefixes()] == ["c"]
 
 
-def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_left_out(serve: Serve, house: Any, tmp_path: Path) -> None:
     planner = serve()
     planner.put_prefix("good", SYSTEM, persist=True)
     planner.put_prefix("bad", SYSTEM, persist=True)
     planner.put_prefix("cut", SYSTEM, persist=True)
-    shelf = PrefixStore.path_of
-    bad, cut = (shelf(tmp_path / "kept", name) for name in ("bad", "cut"))
+    path_of = PrefixStore.path_of
+    bad, cut = (path_of(tmp_path / "kept", name) for name in ("bad", "cut"))
     whole = bad.read_bytes()
     bad.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -122,13 +122,13 @@ def test_a_damaged_file_is_told_and_left_out(serve: Serve, house: Any, tmp_path:
         f"{path.name} must be as it was written (got an altered file); put the prefix again"
         for path in (bad, cut)
     )
-    assert all(any(line in said for said in house.log) for line in skipped)
+    assert all(any(line in written for written in house.log) for line in skipped)
     assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
     again.put_prefix("bad", SYSTEM, persist=True)
     assert len(serve().prefixes()) == 2, "putting it again mends it"
 
 
-def test_a_disk_that_is_full_is_told_and_the_prefix_still_serves(
+def test_a_disk_that_is_full_is_reported_and_the_prefix_still_serves(
     serve: Serve, house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -50,7 +50,7 @@ def test_the_self_test_notices_a_drafter_that_changes_the_answer(
 
 
 @pytest.mark.parametrize("capacity", [18, 40])
-def test_a_context_without_room_for_the_self_test_is_named(
+def test_a_context_without_space_for_the_self_test_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
     backend = SessionBackend(session, SHORT)

@@ -152,10 +152,10 @@ def test_the_context_is_used_to_its_last_token_and_no_further(backend: SessionBa
     assert closing
     ask = PlanRequest(prompt="x", thinking="on", thinking_budget=9)
     used = len(backend.prepare(ask, None).prompt) + closing
-    for room in (9, 8, 0):
-        tight = backend.prepare(structs.replace(ask, max_tokens=limit - used - room), None)
+    for space in (9, 8, 0):
+        tight = backend.prepare(structs.replace(ask, max_tokens=limit - used - space), None)
         assert tight.thinks
-        assert tight.budget == room, "thinking takes what the answer leaves"
+        assert tight.budget == space, "thinking takes what the answer leaves"
     with pytest.raises(PlanError) as caught:
         backend.prepare(structs.replace(ask, max_tokens=limit - used + 1), None)
     assert caught.value.code == "prompt_too_long"
@@ -239,11 +239,11 @@ def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) ->
     ask = PlanRequest(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
-    room = backend.rates.thinking_tokens_left(60.0, len(prepared.prompt), 20)
+    space = backend.rates.thinking_tokens_left(60.0, len(prepared.prompt), 20)
     run = backend.start(prepared, 60.0)
     *_, result = drive(run)
     *_, free = drive(backend.start(prepared, None))
-    assert 0 < room <= result.usage.thinking_tokens < free.usage.thinking_tokens
+    assert 0 < space <= result.usage.thinking_tokens < free.usage.thinking_tokens
     assert result.thinking_closed == "hard"
     auto = structs.replace(ask, thinking="auto", thinking_budget=None)
     assert backend.prepare(auto, None).budget == 24
@@ -285,10 +285,10 @@ def test_a_mock_answers_with_the_fields_of_a_live_server(
     session: Session, house: Any, tmp_path: Path
 ) -> None:
     assert {request["op"] for request in REQUESTS} == codec.OPERATIONS.keys()
-    told: list[list[set[str]]] = []
+    reported: list[list[set[str]]] = []
     for name, backend in (("live", Lent(session, CONFIG)), ("mock", MockBackend(CONFIG))):
         server = house.serve(backend, bind=(f"ipc://{tmp_path}/{name}",), allow_admin=True)
         peer = house.peer(server)
-        told.append([paths(peer.ask(id="a", **request)) for request in REQUESTS])
-    for request, live, mock in zip(REQUESTS, *told, strict=True):
+        reported.append([paths(peer.ask(id="a", **request)) for request in REQUESTS])
+    for request, live, mock in zip(REQUESTS, *reported, strict=True):
         assert live == mock, request

@@ -1,4 +1,4 @@
-"""One request on a session: how it ended, what is told of it, and what the rates learn."""
+"""One request on a session: how it ended, what is reported of it, and what the rates learn."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ended(run: SessionRun) -> messages.Result:
     return result
 
 
-def told(
+def reported(
     backend: SessionBackend,
     ask: PlanRequest,
     *chunks: TokenChunk,
@@ -62,8 +62,10 @@ def told(
 ) -> SessionRun:
     """A run of a session that yields just these chunks."""
     prepared, it = backend.prepare(ask, None), backend
-    said = (chunk for chunk in chunks)
-    return SessionRun(it.session, it.tokenizer, it.rates, prepared, said, watch or PowerSampler([]))
+    written = (chunk for chunk in chunks)
+    return SessionRun(
+        it.session, it.tokenizer, it.rates, prepared, written, watch or PowerSampler([])
+    )
 
 
 def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
@@ -75,7 +77,7 @@ def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "said", "finish"),
+    ("ask", "written", "finish"),
     [
         (THINKS, "I think", "thinking_exhausted"),
         (THINKS, "I think.</think>", "thinking_exhausted"),
@@ -85,9 +87,9 @@ def test_the_mode_of_acceptance_reaches_the_loop(backend: Kept) -> None:
     ],
 )
 def test_an_answer_that_never_came_is_thinking_exhausted(
-    backend: Kept, ask: PlanRequest, said: str, finish: str
+    backend: Kept, ask: PlanRequest, written: str, finish: str
 ) -> None:
-    run = told(backend, ask, TokenChunk(tuple(backend.tokenizer.encode(said)), "length"))
+    run = reported(backend, ask, TokenChunk(tuple(backend.tokenizer.encode(written)), "length"))
     result = ended(run)
     assert (result.finish_reason, result.status) == (finish, "partial")
 
@@ -106,7 +108,7 @@ def test_an_answer_that_never_came_is_thinking_exhausted(
 def test_the_rates_learn_from_whole_plans_only(
     backend: Kept, finish: object, stop: object, learns: bool
 ) -> None:
-    run = told(backend, ANSWERS, TokenChunk((5, 6), finish))  # type: ignore[arg-type]
+    run = reported(backend, ANSWERS, TokenChunk((5, 6), finish))  # type: ignore[arg-type]
     run.step()
     assert run.result(stop).finish_reason == (finish or stop)  # type: ignore[arg-type]
     rates = backend.rates
@@ -118,7 +120,7 @@ def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> 
     sensor = Sensor("VIN", tmp_path / "uw", tmp_path, tmp_path)
     start = time.perf_counter()
     watch = PowerSampler([sensor], period=0.001)
-    run = told(backend, ANSWERS, TokenChunk((5, 6), "stop"), watch=watch)
+    run = reported(backend, ANSWERS, TokenChunk((5, 6), "stop"), watch=watch)
     time.sleep(0.05)
     run.step()
     result = run.result(None)

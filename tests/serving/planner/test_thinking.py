@@ -26,17 +26,19 @@ def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str
     put = backend.pin(PrefixPut(prefix_id="arm", system=SYSTEM), lambda: False)
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {session.model.chunk: 100.0}
     count = len(backend.prepare(ASK, None).prompt)
-    rooms = {backend.rates.thinking_tokens_left(i, count - put["held"], 20): i for i in range(1000)}
-    enough = min(room for room in rooms if room >= WORTH_THINKING)
-    less = max(room for room in rooms if room < WORTH_THINKING)
+    spaces = {
+        backend.rates.thinking_tokens_left(i, count - put["held"], 20): i for i in range(1000)
+    }
+    enough = min(space for space in spaces if space >= WORTH_THINKING)
+    less = max(space for space in spaces if space < WORTH_THINKING)
     ask = PlanRequest(messages=CHAT, thinking="auto", max_tokens=20, prefix_id=name)
-    assert backend.rates.thinking_tokens_left(rooms[enough], count, 20) == 0, (
+    assert backend.rates.thinking_tokens_left(spaces[enough], count, 20) == 0, (
         "if all had to be read"
     )
-    assert backend.prepare(ask, rooms[enough]).thinks
-    assert not backend.prepare(ask, rooms[less]).thinks
+    assert backend.prepare(ask, spaces[enough]).thinks
+    assert not backend.prepare(ask, spaces[less]).thinks
     assert backend.drop("arm")
-    assert not backend.prepare(ASK, rooms[enough]).thinks
+    assert not backend.prepare(ASK, spaces[enough]).thinks
 
 
 @pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])

@@ -77,7 +77,7 @@ def test_what_cannot_be_written_is_an_internal_error_and_ends_nothing(
     while (reply := peer.receive())["type"] == "chunk":
         assert where == "result"
     assert (reply["id"], reply["code"]) == ("bad", "internal")
-    assert any("TypeError" in line for line in house.log), "it is told in the log"
+    assert any("TypeError" in line for line in house.log), "it is reported in the log"
     house.log[:] = [line for line in house.log if "Traceback" not in line]
     assert peer.ask(**SMALL, id="good")["plan"], "and it was the one answer"
     assert other.ask(**SMALL, id="good")["plan"]

@@ -99,7 +99,7 @@ def test_a_finaliser_does_not_wait_during_a_capture(
 def test_a_capture_that_fails_leaves_nothing_behind(
     made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, good: int
 ) -> None:
-    no_room = type("Status", (int,), {"name": "CUDA_ERROR_OUT_OF_MEMORY"})(2)
+    no_space = type("Status", (int,), {"name": "CUDA_ERROR_OUT_OF_MEMORY"})(2)
     monkeypatch.setattr(device, "cuGetErrorString", lambda _: (OK, b"memory"), raising=False)
     with closing(open_session(made, EngineConfig(), Silent())) as s:
         calls = [s.model.call(step) for step in CYCLE]
@@ -111,7 +111,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(
                 return original(*arguments)
             if name == "cuGraphDestroy":
                 original(*arguments)
-            return (no_room, None)
+            return (no_space, None)
 
         before = dict(device.alive)
         monkeypatch.setattr(device, name, refuse)

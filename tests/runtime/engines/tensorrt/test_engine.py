@@ -162,7 +162,7 @@ def test_each_step_reads_what_the_one_before_it_left(made: Path, device: FakeCud
 
 
 @pytest.mark.slow
-def test_closing_leaves_room_for_the_next_engine(made: Path, device: FakeCuda) -> None:
+def test_closing_leaves_space_for_the_next_engine(made: Path, device: FakeCuda) -> None:
     for _ in range(2):
         with closing(open_session(made, EngineConfig(), Silent())) as s:
             cycles(s, 3)
@@ -185,7 +185,7 @@ def test_an_engine_of_another_build_is_refused(made: Path, device: FakeCuda) -> 
         "IExecutionContext.infer_shapes",  # raises RuntimeError
     ],
 )
-def test_what_tensorrt_refuses_is_told_in_its_words(
+def test_what_tensorrt_refuses_is_reported_in_its_words(
     made: Path, device: FakeCuda, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     name, method = at.split(".")
