@@ -22,28 +22,28 @@ from thor_dflash.runtime.decoding.proposers import NoDrafter
 )  # fmt: skip
 @pytest.mark.parametrize("force", [True, False])
 def test_a_literal_is_spelt_as_it_stands(literal: str, force: bool) -> None:
-    """The tokenizer would normalise these to other letters, or encode them as an added token."""
-    said = {"object": {"type": "object", "properties": {literal: {"const": literal}}}}
-    said["object"] |= {"required": [literal], "additionalProperties": False}
-    schema = {"type": "object", "properties": said, "required": ["object"]}
+    """The tokenizer would normalise these to other chars, or encode them as an added token."""
+    written = {"object": {"type": "object", "properties": {literal: {"const": literal}}}}
+    written["object"] |= {"required": [literal], "additionalProperties": False}
+    schema = {"type": "object", "properties": written, "required": ["object"]}
     schema["additionalProperties"] = False
     out = constrained(asked(False), NoDrafter(), session().grammar(schema), force=force)
     assert session().report().finish == "stop"
     assert json.loads(text().decode(out)) == {"object": {literal: literal}}
 
 
-def legal(schema: dict[str, Any], said: str) -> bool:
-    """Whether the schema allows the whole answer `said`, with one token for each byte."""
+def legal(schema: dict[str, Any], written: str) -> bool:
+    """Whether the schema allows the whole answer `written`, with one token for each byte."""
     matcher = session().grammar(schema).matcher.deep_copy()
     known = {text().bytes_of(i): i for i in range(session().manifest.vocab_limit)}
-    ids = [known[bytes([byte])] for byte in said.encode()]
+    ids = [known[bytes([byte])] for byte in written.encode()]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def test_a_declared_key_has_one_spelling() -> None:
     """Spelt another way, it would count as an undeclared key, whose value obeys another schema."""
-    said = {"a": {"type": "integer"}, "\n": {"type": "null"}}
-    schema = {"type": "object", "properties": said, "additionalProperties": {"type": "string"}}
+    written = {"a": {"type": "integer"}, "\n": {"type": "null"}}
+    schema = {"type": "object", "properties": written, "additionalProperties": {"type": "string"}}
     assert legal(schema, '{"a":1,"\\n":null,"b":"x"}')
     for key in ("\\u0061", "\\u000a", "\\u000A", "\\ud800"):
         assert not legal(schema, f'{{"{key}":"x"}}'), key

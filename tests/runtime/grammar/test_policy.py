@@ -172,10 +172,10 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
 
     truth = answer(NoDrafter())
     ends = truth.index(close[-1] if message.endswith(">") else text().end_think)
-    said = text().decode(truth[ends + 1 :])
+    written = text().decode(truth[ends + 1 :])
     assert session().report().finish == "stop"
-    assert said.startswith('\n\n{"goal":"')
-    assert SchemaValidator(read(PLAN)).valid(json.loads(said))
+    assert written.startswith('\n\n{"goal":"')
+    assert SchemaValidator(read(PLAN)).valid(json.loads(written))
     assert answer(DflashDrafter()) == truth
     assert answer(oracle(truth)) == truth
 
@@ -216,7 +216,7 @@ def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
 @dataclass(frozen=True, slots=True)
 class Mute:
     """A vocabulary of which nothing is legal after `at` tokens of the answer, as if it lacked the
-    letter that the grammar needs there.
+    char that the grammar needs there.
     """
 
     whole: Vocabulary
@@ -255,11 +255,11 @@ def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> Non
 
 def test_a_drafted_stop_id_ends_its_block() -> None:
     made = grammar({"type": "integer", "minimum": 0, "maximum": 99})
-    said = text().encode("7")  # after which the answer may end or go on
+    written = text().encode("7")  # after which the answer may end or go on
     for stop in made.vocabulary.stop:
-        drafted = (0, *said, stop, *[5] * (14 - len(said)))
+        drafted = (0, *written, stop, *[5] * (14 - len(written)))
         block = Constrain(made, Place(thinking=False), force=False).look(drafted, Block(cap=16))
-        assert block.cap == len(said) + 1, "the row that it follows is the last"
+        assert block.cap == len(written) + 1, "the row that it follows is the last"
 
 
 def test_the_same_constrained_request_after_any_other_and_after_cancel() -> None:

@@ -52,7 +52,7 @@ def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str)
 
 @pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "written"),
     [
         (1e25, r"1e\+25"),
         (2**53, f"{2**53}"),
@@ -62,12 +62,12 @@ def test_a_schema_is_refused_by_what_is_wrong_with_it(schema: Any, message: str)
     ],
 )
 def test_a_bound_that_the_compiler_would_change_is_refused(
-    key: str, value: float, said: str
+    key: str, value: float, written: str
 ) -> None:
     # Apart from the type: another part of the schema may say what it is that is bounded.
     schema = {"allOf": [{"type": "integer"}, {key: value}]}
     most = 9007199254740991 if isinstance(value, int) else 900719925474099
-    wrong = rf"schema.allOf\[1\].{key} must be -{most} to {most} \(got {said}\)"
+    wrong = rf"schema.allOf\[1\].{key} must be -{most} to {most} \(got {written}\)"
     with pytest.raises(RequestError, match=wrong):
         session().grammar(schema)
 
@@ -105,7 +105,7 @@ def test_the_order_of_keys_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "written"),
     [
         ({"type": "string"}, ["schema must have maxLength"]),
         ({"type": "string", "pattern": "^a{2,4}$"}, []),
@@ -123,10 +123,10 @@ def test_the_order_of_keys_is_kept() -> None:
         (PLAN, []),
     ],
 )
-def test_what_can_grow_without_end_is_named(schema: Any, said: list[str]) -> None:
+def test_what_can_grow_without_end_is_named(schema: Any, written: list[str]) -> None:
     found = read(schema).warnings()
-    assert len(found) == len(said), found
-    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
+    assert len(found) == len(written), found
+    assert all(line.startswith(start) for line, start in zip(found, written, strict=True))
     assert session().grammar(schema).warnings == found
 
 

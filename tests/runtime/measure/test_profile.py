@@ -71,8 +71,8 @@ def test_a_percentile_is_the_smallest_that_so_many_do_not_exceed(count: int) -> 
 
 def test_answers_without_a_token_have_no_profile() -> None:
     (run,) = runs(report(100.0, finish="grammar_dead_end"))
-    told = r"must have a token \(got grammar_dead_end before any\)"
-    with pytest.raises(RequestError, match=told):
+    reported = r"must have a token \(got grammar_dead_end before any\)"
+    with pytest.raises(RequestError, match=reported):
         profile(SUBJECT, 0, [replace(run, beats=BEATS[:2])])
 
 
@@ -136,14 +136,14 @@ def test_a_stretch_is_some_answers_that_followed_each_other(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "reported"),
     [(10.24, ""), (10.26, "2.6% longer"), (9.76, ""), (9.74, "2.6% less")],
 )
-def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, told: str) -> None:
+def test_a_cycle_that_changes_in_a_soak_is_noted(end: float, reported: str) -> None:
     found, when = long(10.0, 5.0, 20.0, end)
     soak = stretches(found, when, power)
     notes = [n for n in profile(SUBJECT, 0, found, soak=soak).warnings if "soak" in n]
-    assert [told in note for note in notes] == ([True] if told else [])
+    assert [reported in note for note in notes] == ([True] if reported else [])
     assert profile(SUBJECT, 0, found, soak=soak).soak == tuple(soak)
 
 

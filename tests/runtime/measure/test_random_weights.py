@@ -60,8 +60,8 @@ def test_a_random_package_on_disk_is_a_whole_one(
     # If the context is too short for the prompt that --ready uses, the error names the setting.
     few = ["-s", f"engine.capacity={found.block + 3}"]
     assert main.main(["bench", "--package", str(tmp_path / "out"), "--ready", *few]) == 2
-    said = f"engine.capacity must be at least {found.block + 4} for --ready"
-    assert said in capsys.readouterr().err
+    written = f"engine.capacity must be at least {found.block + 4} for --ready"
+    assert written in capsys.readouterr().err
     # An existing package is neither overwritten nor written into.
     assert main.main([*ARGUMENTS, "--ready", "--out", str(tmp_path / "out" / "in")]) == 2
     assert "--out must be outside any package" in capsys.readouterr().err

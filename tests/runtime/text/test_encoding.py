@@ -20,5 +20,5 @@ def text() -> Tokenizer:
 
 @given(st.lists(st.sampled_from(MARKS + ODD) | st.text(max_size=9), max_size=9))
 def test_the_ids_are_those_of_the_text_alone(text: Tokenizer, parts: list[str]) -> None:
-    said = "".join(parts)
-    assert text.encode(said) == text._tokenizer.encode(said, add_special_tokens=False).ids
+    written = "".join(parts)
+    assert text.encode(written) == text._tokenizer.encode(written, add_special_tokens=False).ids

@@ -95,24 +95,24 @@ def test_decoding_piece_by_piece_is_decoding_at_once(
     shared: Shared, tokens: list[int], cuts: list[int]
 ) -> None:
     text, _, tokenizer = shared
-    stream, at, said = text.stream(), 0, ""
+    stream, at, written = text.stream(), 0, ""
     for cut in cuts:
-        said += stream.feed(tokens[at : at + cut])
+        written += stream.feed(tokens[at : at + cut])
         at += cut
-    said += stream.feed(tokens[at:]) + stream.end()
-    assert said == text.decode(tokens)
+    written += stream.feed(tokens[at:]) + stream.end()
+    assert written == text.decode(tokens)
     # The tokenizers library decodes independently of our code. Both drop ids that have no word.
-    assert said == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert written == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @given(st.text(alphabet="日ü🤖a\ufffd", max_size=8))
-def test_a_stream_never_shows_half_a_character(shared: Shared, said: str) -> None:
+def test_a_stream_never_shows_half_a_character(shared: Shared, written: str) -> None:
     text, _, _ = shared
     stream, out = text.stream(), ""
-    for token in text.encode(said):
+    for token in text.encode(written):
         out += stream.feed([token])
-        assert said.startswith(out)
-    assert out + stream.end() == said
+        assert written.startswith(out)
+    assert out + stream.end() == written
 
 
 def test_a_stream_cut_inside_a_character_says_so(shared: Shared) -> None:
@@ -128,11 +128,11 @@ def test_text_that_was_not_utf8_is_refused(shared: Shared) -> None:
 
 
 def test_render(shared: Shared) -> None:
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": " hi "}]
+    written = [{"role": "system", "content": "s"}, {"role": "user", "content": " hi "}]
     start = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
     opened = "<|im_start|>assistant\n<think>\n"
-    assert shared[0].render(said, thinking=True) == start + opened
-    assert shared[0].render(said, thinking=False) == start + opened + "\n</think>\n\n"
+    assert shared[0].render(written, thinking=True) == start + opened
+    assert shared[0].render(written, thinking=False) == start + opened + "\n</think>\n\n"
 
 
 def template(directory: Path, source: str) -> Tokenizer:
@@ -202,15 +202,15 @@ def test_a_missing_or_unsupported_tokenizer_is_refused(tmp_path: Path) -> None:
 # --- thinking and the answer
 
 
-def answer(shared: Shared, prompt: str, said: str) -> tuple[Answer, list[TextPiece]]:
+def answer(shared: Shared, prompt: str, written: str) -> tuple[Answer, list[TextPiece]]:
     text = shared[0]
     result = Answer(text, text.encode(prompt))
-    pieces = [piece for token in text.encode(said) for piece in result.feed([token])]
+    pieces = [piece for token in text.encode(written) for piece in result.feed([token])]
     return result, pieces + result.end()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said", "thinking", "text", "count"),
+    ("prompt", "written", "thinking", "text", "count"),
     [
         ("<think>\n", "the\n</think>\n\nred<|im_end|>", "the", "red", True),
         ("<think>\n", "the red", "the red", "", True),
@@ -223,12 +223,12 @@ def answer(shared: Shared, prompt: str, said: str) -> tuple[Answer, list[TextPie
     ],
 )
 def test_an_answer_is_split_where_thinking_ends(
-    shared: Shared, prompt: str, said: str, thinking: str, text: str, count: bool
+    shared: Shared, prompt: str, written: str, thinking: str, text: str, count: bool
 ) -> None:
-    result, pieces = answer(shared, prompt, said)
+    result, pieces = answer(shared, prompt, written)
     assert (result.thinking(), result.text()) == (thinking, text)
     assert bool(result.thinking_tokens) == count
-    assert "".join(p.text for p in pieces) == shared[0].decode(shared[0].encode(said))
+    assert "".join(p.text for p in pieces) == shared[0].decode(shared[0].encode(written))
     assert "".join(p.text for p in pieces if not p.thinking).lstrip("\n") == text
 
 

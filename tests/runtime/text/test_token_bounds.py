@@ -35,11 +35,11 @@ def weight(text: str) -> float:
     return plain + (len(text.encode()) - plain) / NFC
 
 
-def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
-    letters = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]
-    made = [c for c in letters if decomposition(c)[:1] not in ("", "<") or "가" <= c <= "힣"]
-    # A letter may have others that NFC replaces by it, as it replaces the Kelvin sign by K. For
-    # each letter that has any: the most that one of them counts, or it itself.
+def test_no_char_is_made_fewer_bytes_than_is_promised() -> None:
+    chars = [chr(i) for i in range(sys.maxunicode + 1) if not 0xD800 <= i < 0xE000]
+    made = [c for c in chars if decomposition(c)[:1] not in ("", "<") or "가" <= c <= "힣"]
+    # A char may have others that NFC replaces by it, as it replaces the Kelvin sign by K. For
+    # each char that has any: the most that one of them counts, or it itself.
     heaviest: dict[str, float] = {}
     for c in made:
         if len(apart := normalize("NFD", c)) == 1:
@@ -48,7 +48,7 @@ def test_no_letter_is_made_fewer_bytes_than_is_promised() -> None:
     def most(c: str) -> float:
         return sum(heaviest.get(part, weight(part)) for part in normalize("NFD", c))
 
-    # No letter counts for more than its parts can, and a letter that NFC leaves as it is has at
+    # No char counts for more than its parts can, and a char that NFC leaves as it is has at
     # least the bytes that its parts can count for. So NFC leaves no text fewer bytes than counted.
     assert [c for c in made if weight(c) > most(c)] == []
     left = [c for c in (*made, *heaviest) if normalize("NFC", c) == c]
