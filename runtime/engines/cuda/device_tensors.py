@@ -121,7 +121,7 @@ class DeviceTensors:
         """Allocate and zero the counted memory and place the tensors; return its address.
 
         Raises:
-            NoSpace: it does not fit.
+            OutOfMemory: it does not fit.
         """
         self.arena.check(self.driver.free_memory())
         base = self.arena.base = self.driver.allocate(self.arena.nbytes)
