@@ -103,7 +103,10 @@ def test_definitions_may_not_lead_too_far(form: str, backwards: bool) -> None:
             read(chain(form, links, backwards))
 
 
-@pytest.mark.parametrize("form", LINKS)
+@pytest.mark.parametrize(
+    "form",
+    [form if form == "$ref" else pytest.param(form, marks=pytest.mark.slow) for form in LINKS],
+)
 def test_the_longest_chains_are_compiled_whatever_stack_the_shell_gives(form: str) -> None:
     links = (MAX_LEVELS - 4) // (1 if form == "$ref" else 2)
     script = (

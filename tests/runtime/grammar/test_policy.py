@@ -115,7 +115,7 @@ def test_any_drafter_gives_the_plain_answer(schema: dict[str, object], kind: str
     assert SchemaValidator(read(schema)).valid(json.loads(text().decode(truth)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     words=st.sampled_from(["Pick.", "Bring the cup to the tray now.", "x" * 90, "Ü? [mug]"]),
     kind=st.sampled_from(KINDS),
