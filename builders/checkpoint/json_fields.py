@@ -96,22 +96,24 @@ class Fields:
     def integers(self, key: str, least: int = 0) -> tuple[int, ...]:
         """Read a list of integers of at least `least`."""
         rule = f"a list of integers of at least {least}"
-        values = self._typed(key, list, rule)
+        values = cast("list[object]", self._typed(key, list, rule))
         if not all(type(value) is int and value >= least for value in values):
             raise self.wrong(key, rule)
-        return tuple(values)
+        return cast("tuple[int, ...]", tuple(values))
 
     def words(self, key: str, allowed: Collection[str]) -> tuple[str, ...]:
         """Read a list of words, each one of `allowed`."""
         rule = f"a list of {' | '.join(allowed)}"
-        values = self._typed(key, list, rule)
+        values = cast("list[object]", self._typed(key, list, rule))
         if not all(isinstance(value, str) and value in allowed for value in values):
             raise self.wrong(key, rule)
-        return tuple(values)
+        return cast("tuple[str, ...]", tuple(values))
 
     def section(self, key: str) -> Fields:
         """Read a nested object."""
-        return Fields(f"{self.where}{key}.", self._typed(key, dict, "an object"))
+        return Fields(
+            f"{self.where}{key}.", cast("dict[str, object]", self._typed(key, dict, "an object"))
+        )
 
     def expect(self, key: str, *allowed: object) -> None:
         """Raise unless the key is absent, null, or one of `allowed`."""

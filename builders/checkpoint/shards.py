@@ -106,10 +106,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if not present(file):
         raise CheckpointError(f"{file} must be a file (got nothing there)")
     try:
-        with safe_open(file, "np") as opened, file.open("rb") as stream:
-            names = opened.offset_keys()
-            slices = [opened.get_slice(name) for name in names]
-            found = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
+        # safetensors types its reader as Any.
+        opened: Any = safe_open(file, "np")
+        with opened, file.open("rb") as stream:
+            names: list[str] = opened.offset_keys()
+            slices: list[Any] = [opened.get_slice(name) for name in names]
+            found: list[tuple[str, tuple[int, ...]]] = [
+                (part.get_dtype(), tuple(part.get_shape())) for part in slices
+            ]
             at = 8 + int.from_bytes(stream.read(8), "little")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} must be a safetensors file (got: {error})") from error

@@ -203,10 +203,10 @@ def _no_json(value: object) -> object:
 
 
 def _depth(value: object) -> int:
-    if isinstance(value, dict | list):
-        inner = as_list(value) or (as_table(value) or {}).values()
-        return 1 + max((_depth(item) for item in inner), default=0)
-    return 0
+    items, table = as_list(value), as_table(value)
+    if items is None and not isinstance(value, dict):
+        return 0
+    return 1 + max((_depth(item) for item in items or (table or {}).values()), default=0)
 
 
 def _walk(schema: object, where: str, at: str, found: dict[str, Subschema]) -> None:
