@@ -164,6 +164,7 @@ def test_the_python_page_has_every_public_name() -> None:
     assert methods <= words
 
 
+@pytest.mark.slow
 def test_the_small_model_solves_the_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def built(path: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("widths", "block"), [((8,), 8), ((4,), 16)])
+@pytest.mark.slow
 def test_a_reference_has_its_own_steps_and_the_block_if_it_has_that(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -86,6 +87,7 @@ def test_a_reference_that_cannot_be_one_is_refused_before_anything_is_loaded(
         assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_fit_are_refused_before_any_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
 
 
+@pytest.mark.slow
 def test_a_chat_may_begin_with_a_pinned_prefix(
     session: Session, house: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

@@ -61,6 +61,7 @@ def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixtu
         assert 0 < s["low"] <= s["median"] <= s["p90"] <= s["p99"] <= s["high"]
 
 
+@pytest.mark.slow
 def test_a_profile_beside_an_earlier_one(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_soak_answers_until_its_time_is_over(
     assert "answering 9 s\n" in err
 
 
+@pytest.mark.slow
 def test_a_default_of_the_package_that_is_set_is_no_other_setting(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_default_of_the_package_that_is_set_is_no_other_setting(
     assert "(got engine.capacity 512, now 511)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_not(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +180,7 @@ def test_a_result_is_not_written_over_what_is_read(
     assert ids.read_text() == "[1]"
 
 
+@pytest.mark.slow
 def test_a_board_s_release_and_power_mode_are_part_of_what_was_measured(
     root: Path,
     tmp_path: Path,

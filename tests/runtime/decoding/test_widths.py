@@ -79,6 +79,7 @@ def test_a_row_does_not_know_its_place_in_a_block_of_any_size_that_is_built(
         assert np.array_equal(got[name], want[name]), name
 
 
+@pytest.mark.slow
 def test_every_width_gives_the_same_tokens(widths: Widths) -> None:
     # The answer crosses position 128, where a second tile of keys begins and the rings of the
     # drafter's sliding layers wrap around.

@@ -98,6 +98,7 @@ def canonical(task: Task) -> dict[str, Any]:
 
 @settings(max_examples=30)
 @given(family=st.sampled_from(FAMILIES), seed=st.integers(0, 10**6), held=st.booleans())
+@pytest.mark.slow
 def test_plans_that_nano_was_trained_on_fit_word_for_word(
     family: str, seed: int, held: bool
 ) -> None:

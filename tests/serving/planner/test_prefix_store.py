@@ -211,6 +211,7 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_after_sigkill_persisted_prefixes_are_there_and_nothing_is_to_repair(
     tmp_path: Path,
 ) -> None:

@@ -88,6 +88,7 @@ def ring() -> tuple[FakeDriver, StagingRing]:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, RING // 2 + 99)), max_size=12))
 @example([(i, RING // 8 * eighths) for i, eighths in enumerate([3, 3, 1, 3, 3, 3])])
 @example([(0, SMALL), (1, RING // 2), (2, RING // 2), (3, 99), (4, RING // 2), (5, SMALL + 1)])
+@pytest.mark.slow
 def test_memory_of_a_copy_in_flight_is_not_overwritten(writes: list[tuple[int, int]]) -> None:
     fake, sender = ring()
     want = np.zeros_like(fake.memory)

@@ -78,6 +78,7 @@ def test_a_driver_that_cannot_start_releases_its_context(
 
 
 @pytest.mark.parametrize("status", CODES)
+@pytest.mark.slow
 def test_an_error_in_a_thread_that_reads_weights_is_reported(
     device: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
 ) -> None:

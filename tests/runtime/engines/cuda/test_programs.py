@@ -55,6 +55,7 @@ def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
         assert [n for n, tensor in states.items() if engine.read(tensor).any()] == []
 
 
+@pytest.mark.slow
 def test_rings_written_in_the_same_graph_are_not_read_early(root: Path) -> None:
     """draft_attention reads the rings before it waits. So a graph in which an earlier kernel writes
     them must be a fault; in a cycle, `propose` comes before `observe`.

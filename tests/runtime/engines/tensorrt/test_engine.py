@@ -89,6 +89,7 @@ def count(device: FakeCuda) -> int:
     return device.calls.count("cuLaunchKernelEx")
 
 
+@pytest.mark.slow
 def test_it_captures_the_kernels_that_the_cuda_engine_captures(
     made: Path, device: FakeCuda, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_it_captures_the_kernels_that_the_cuda_engine_captures(
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_launches_overlap_only_if_the_engine_may(
     made: Path, device: FakeCuda, overlap: bool
 ) -> None:
@@ -146,6 +148,7 @@ def test_what_a_context_is_bound_to(made: Path, device: FakeCuda) -> None:
         assert len(set.union(*weights.values())) == len(weights)
 
 
+@pytest.mark.slow
 def test_each_step_reads_what_the_one_before_it_left(made: Path, device: FakeCuda) -> None:
     with closing(open_session(made, EngineConfig(graphs=False), Silent())) as s:
         states: list[tuple[dict[str, int], dict[str, int]]] = []
