@@ -168,6 +168,16 @@ def test_a_request_whose_state_a_put_took_away_fails(s: Session) -> None:
         s.prefixes.drop("skills")
 
 
+def test_a_request_whose_state_a_restore_took_away_fails(s: Session) -> None:
+    s.prefixes.put("skills", LONG[:100])
+    first = s.run(Request(prompt=prompt(90, 9), max_tokens=30), DflashDrafter())
+    next(first)
+    next(s.run(Request(prompt=LONG[:140], max_tokens=4), DflashDrafter()))
+    with pytest.raises(TransactionError):
+        next(first)
+    s.prefixes.drop("skills")
+
+
 def test_saved_and_loaded_it_is_the_same(s: Session, tmp_path: Path) -> None:
     request = Request(prompt=LONG[:140], max_tokens=24)
     truth = answer(s, request, DflashDrafter())
