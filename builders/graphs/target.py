@@ -109,7 +109,10 @@ class TargetGraphs:
         x = embed(g, self._source, tokens, self._shape.activations)
         outputs: list[GraphValue] = []
         for i, kind in enumerate(self._dims.layers):
-            x = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
+            mixer = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
+            if mode == "prefill" and i == len(self._dims.layers) - 1 and i not in self._shape.taps:
+                break  # the last rows are no tap: nothing reads them, only the state
+            x = self._mixed(g, i, x, *mixer)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
             outputs.append(x)
         # In the order of the drafter's config, which may differ from that of the layers.
@@ -118,7 +121,28 @@ class TargetGraphs:
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))
         return x
 
-    def _gdn(self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode) -> GraphValue:
+    def _mixed(
+        self, g: GraphBuilder, i: int, x: GraphValue, o: GraphValue, gate: GraphValue
+    ) -> GraphValue:
+        """x + the projection of a layer's mixer output `o`, gated."""
+        if self._dims.layers[i] == "attention":
+            name = f"layers.{i}.self_attn.o_proj"
+            return residual(g, self._source, name, o, x, {"gate": gate}, {"gate": "sigmoid"})
+        layer = f"layers.{i}.linear_attn"
+        return residual(
+            g,
+            self._source,
+            f"{layer}.out_proj",
+            o,
+            x,
+            {"norm_weight": self._source.plain(g, f"{layer}.norm.weight"), "gate": gate},
+            {"gate": "silu", "head_dim": self._dims.gdn.value_dim, "norm_eps": self._dims.eps},
+        )
+
+    def _gdn(
+        self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode
+    ) -> tuple[GraphValue, GraphValue]:
+        """Return a mixer's output and the gate of its rows."""
         dims, source, layer = self._dims.gdn, self._source, f"layers.{i}.linear_attn"
         qkv, z, b, a = project(
             g,
@@ -161,16 +185,7 @@ class TargetGraphs:
         o = out.pop("o")
         for value in out.values():
             g.output(value)
-        norm = source.plain(g, f"{layer}.norm.weight")
-        return residual(
-            g,
-            source,
-            f"{layer}.out_proj",
-            o,
-            x,
-            {"norm_weight": norm, "gate": z},
-            {"gate": "silu", "head_dim": dims.value_dim, "norm_eps": self._dims.eps},
-        )
+        return o, z
 
     def _gdn_state(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
         d, rows, act = self._dims.gdn, self._shape.block, self._shape.activations
@@ -185,7 +200,8 @@ class TargetGraphs:
         }
         return {part: every[part] for part in ("state", "tail", *self._shape.records)}
 
-    def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
+    def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> tuple[GraphValue, GraphValue]:
+        """See `_gdn`."""
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
         q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
         q, gate, k, v = project(
@@ -231,4 +247,4 @@ class TargetGraphs:
         o = out.pop("o")
         for value in out.values():
             g.output(value)
-        return residual(g, source, f"{layer}.o_proj", o, x, {"gate": gate}, {"gate": "sigmoid"})
+        return o, gate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from onnx import NodeProto, helper
 
 from thor_dflash.builders.build import make_plan
@@ -45,3 +46,20 @@ def test_caches_and_rings_are_written_in_place() -> None:
         large = ("next.attention.", "next.drafter.")
         names = [out.name for out in model.graph.output if out.name.startswith(large)]
         assert listed.split() == sorted(names), graph.name
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_every_node_is_read_or_leaves_an_output(drafted: bool) -> None:
+    """No engine then runs a step for nothing, and TensorRT has none to remove. Nothing reads the
+    rows of the last layer of a prefill, unless the drafter taps them.
+    """
+    target = read_target(NANO / "target")
+    drafter = read_drafter(NANO / "drafter") if drafted else None
+    last = len(target.dims.layers) - 1
+    tapped = drafter and replace(drafter, dims=replace(drafter.dims, taps=(0, last)))
+    for one in (drafter, tapped):
+        for graph in make_plan(target, one, BuildConfig(engine="cuda")).graphs:
+            model = graph.proto().graph
+            read = {n for node in model.node for n in node.input} | {v.name for v in model.output}
+            assert not [node.name for node in model.node if not read & {*node.output}], graph.name
+            assert not [t.name for t in model.initializer if t.name not in read], graph.name

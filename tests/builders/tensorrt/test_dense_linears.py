@@ -84,7 +84,7 @@ def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: R
     assert "MatMul" not in kinds["verify"]
     assert "ThorGdn" in kinds["prefill"]
     layers = len(read_target(modelopt.out.parent / "target").dims.layers)
-    assert kinds["prefill"].count("TRT_FP4DynamicQuantize") == 4 * layers
+    assert kinds["prefill"].count("TRT_FP4DynamicQuantize") == 4 * layers - 3
     assert kinds["verify"].count("ThorLinear") == 4 * layers
 
 
@@ -223,7 +223,8 @@ def linear(directory: Path, part: str) -> Linear:
     """Returns the first linear of a small model's prefill whose name ends with `part`, with random
     input rows.
     """
-    write_target(directory, HYBRID, 1, "modelopt")
+    # The last layer of a prefill has no o_proj, so the first attention layer must not be the last.
+    write_target(directory, replace(HYBRID, layers=8), 1, "modelopt")
     plan = make_plan(read_target(directory), None, options(directory))
     made = material(plan)
     pairs = zip(plan.graphs, plan.programs, strict=True)
