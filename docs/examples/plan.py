@@ -5,22 +5,26 @@ python docs/examples/plan.py tcp://127.0.0.1:5571 "Bring the cup to the table."
 
 import sys
 
-from thor_dflash.serving.client import Chunk, PlanError, PlanRequest, RemotePlanner
+from thor_dflash.core.errors import ThorError
+from thor_dflash.serving.client import Chunk, PlanRequest, RemotePlanner
 
 
 def main(endpoint: str, prompt: str) -> int:
-    """Print steps as they come, then how the plan ended."""
-    with RemotePlanner(endpoint) as planner:
-        request = PlanRequest(prompt=prompt, stream="steps", deadline_ms=10_000)
-        try:
+    """Print steps as they come, then how the plan ended. Returns 0 for a whole and valid plan."""
+    request = PlanRequest(prompt=prompt, stream="steps", deadline_ms=10_000)
+    try:
+        with RemotePlanner(endpoint) as planner:
             for event in planner.stream(request):
                 if isinstance(event, Chunk):
                     print("step", event.step["skill"], event.step["args"])
-                else:
-                    print("done", event.finish_reason, "valid" if event.plan_valid else "invalid")
-        except PlanError as error:
-            print("refused", error.code, error)
-            return 1
+                elif event.status == "ok" and event.plan_valid:
+                    print("done", event.usage.output_tokens, "tokens")
+                else:  # cut short, wrong, or a text without a plan
+                    print("failed", event.status, event.finish_reason)
+                    return 1
+    except ThorError as error:  # a PlanError of the server, or a malformed endpoint
+        print("refused", repr(error))
+        return 1
     return 0
 
 

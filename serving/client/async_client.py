@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Self
 
 import zmq
@@ -48,7 +48,7 @@ class AsyncPlanner:
             ConfigError: a malformed endpoint, or keys that cannot be read.
         """
         self.options = options or Options()
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._context = zmq.asyncio.Context()
         # Any: pyzmq's type annotations of asyncio sockets are incomplete.
         self._socket: Any = self._context.socket(zmq.DEALER)
@@ -84,7 +84,7 @@ class AsyncPlanner:
                 return event
         raise AssertionError("a stream ends with its result")
 
-    def stream(self, request: messages.PlanRequest) -> AsyncIterator[messages.Event]:
+    def stream(self, request: messages.PlanRequest) -> AsyncGenerator[messages.Event]:
         """Answer a request piece by piece; the last event is the result. Close it to cancel. The
         deadline begins with this call.
 
@@ -98,7 +98,7 @@ class AsyncPlanner:
         self, request: messages.PlanRequest, attempts: Attempts
     ) -> AsyncGenerator[messages.Event]:
         attempts.since = time.monotonic()
-        session = self.options.session if request.session is None else request.session
+        session = attempts.session or ""
         waiting = self._waiting.setdefault(session, [])
         waiting.append(attempts)
         try:
@@ -147,13 +147,70 @@ class AsyncPlanner:
         """Run a control operation without arguments: hello, ping, health, stats, ..."""
         return await self.call(messages.Simple(op=op))
 
+    async def ping(self) -> dict[str, Any]:
+        """Check that a server answers."""
+        return await self.simple("ping")
+
+    async def hello(self) -> dict[str, Any]:
+        """Describe the server: model, limits, features."""
+        return await self.simple("hello")
+
+    async def health(self) -> dict[str, Any]:
+        """Return the state of the server."""
+        return await self.simple("health")
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the server's statistics."""
+        return await self.simple("stats")
+
+    async def cancel(self, target: str, session: str | None = None) -> bool:
+        """End a plan by its id. Returns whether there was such a plan. One of another client needs
+        its session.
+        """
+        session = self.options.session if session is None else session
+        answer = await self.call(messages.Cancel(target=target, session=session))
+        return bool(answer["cancelled"])
+
+    async def validate(self, request: messages.Validate) -> dict[str, Any]:
+        """Count tokens and compile a schema, without decoding."""
+        return await self.call(request)
+
+    async def put_prefix(
+        self, prefix_id: str, system: str, *, persist: bool = False
+    ) -> dict[str, Any]:
+        """Pin the state of a system prompt; with `persist` it outlives the server."""
+        put = messages.PrefixPut(prefix_id=prefix_id, system=system, persist=persist)
+        return await self.call(put)
+
+    async def prefixes(self) -> list[dict[str, Any]]:
+        """List the pinned prefixes."""
+        found: list[dict[str, Any]] = (await self.simple("prefix.list"))["prefixes"]
+        return found
+
+    async def skipped(self) -> list[str]:
+        """One line for each persisted prefix that the server did not restore at its start."""
+        found: list[str] = (await self.simple("prefix.list"))["skipped"]
+        return found
+
+    async def drop_prefix(self, prefix_id: str) -> bool:
+        """Drop a pinned prefix. Returns whether it existed."""
+        return bool((await self.call(messages.PrefixDrop(prefix_id=prefix_id)))["dropped"])
+
+    async def drain(self) -> None:
+        """Make the server finish its accepted work and take no more."""
+        await self.simple("drain")
+
+    async def shutdown(self) -> None:
+        """Make the server drain and end."""
+        await self.simple("shutdown")
+
     async def _wait(self, attempts: Attempts, error: PlanError) -> None:
         try:
             async with asyncio.timeout(attempts.retry_delay(error)):
                 await self._closed.wait()
         except TimeoutError:
             return
-        raise client_closed(self._endpoint) from error
+        raise client_closed(self.endpoint) from error
 
     async def _table(self, attempts: Attempts) -> dict[str, Any]:
         sent = attempts.send()
@@ -187,11 +244,11 @@ class AsyncPlanner:
 
     async def _send(self, body: bytes, until: float) -> None:
         if self._closed.is_set():
-            raise client_closed(self._endpoint)
+            raise client_closed(self.endpoint)
         if self._refused.is_set():
             self._refused.clear()
             self._seen = 0
-            reconnect(self._socket, self._endpoint)
+            reconnect(self._socket, self.endpoint)
         # Without an empty delimiter frame; the answer then has none: see protocol.md, section 1.
         sending = asyncio.ensure_future(self._socket.send(body))
         refused = asyncio.ensure_future(self._refused.wait())
@@ -202,9 +259,9 @@ class AsyncPlanner:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if self._closed.is_set():  # closing the client has cancelled the send
-                raise client_closed(self._endpoint)
+                raise client_closed(self.endpoint)
             if not sending.done():
-                raise unreachable(self._endpoint, self._seen)
+                raise unreachable(self.endpoint, self._seen)
             sending.result()
         finally:
             sending.cancel()
@@ -215,7 +272,7 @@ class AsyncPlanner:
             async with asyncio.timeout(attempts.until - time.monotonic()):
                 item = await inbox.get()
         except TimeoutError:
-            raise attempts.timeout_error(self._endpoint, self._seen) from None
+            raise attempts.timeout_error(self.endpoint, self._seen) from None
         if isinstance(item, PlanError):
             raise item
         return item
@@ -241,7 +298,7 @@ class AsyncPlanner:
                 seen, inboxes = self._seen, list(self._inboxes.values())
                 await asyncio.sleep(GRACE_S)
                 for inbox in inboxes:
-                    inbox.put_nowait(unreachable(self._endpoint, seen))
+                    inbox.put_nowait(unreachable(self.endpoint, seen))
 
     async def close(self) -> None:
         """Close the connection. Pending requests fail at once as unreachable. Idempotent."""
@@ -249,7 +306,7 @@ class AsyncPlanner:
             return
         self._closed.set()
         for inbox in self._inboxes.values():
-            inbox.put_nowait(client_closed(self._endpoint))
+            inbox.put_nowait(client_closed(self.endpoint))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

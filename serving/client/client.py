@@ -10,7 +10,7 @@ request has its own id, and the socket drops replies that do not belong to its l
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -146,6 +146,10 @@ class RemotePlanner:
             raise
         self._streams: set[_Connection] = set()
         """The connections of unfinished streams."""
+        self._sessions: dict[str, str | None] = {}
+        """Id of each unfinished stream -> its session. The server takes a cancel of another
+        connection only with the session.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -157,13 +161,13 @@ class RemotePlanner:
 
     def plan(self, request: messages.PlanRequest) -> messages.Result:
         """See Planner."""
-        reply = self._call(structs.replace(request, stream=False))
+        reply = self._reply(structs.replace(request, stream=False))
         event = reply.event()
         if not isinstance(event, messages.Result):
             raise PlanError("internal", f"the server must send a result (got {reply.type})")
         return event
 
-    def stream(self, request: messages.PlanRequest) -> Iterator[messages.Event]:
+    def stream(self, request: messages.PlanRequest) -> Generator[messages.Event]:
         """See Planner. Each stream uses its own connection. The deadline begins with this call."""
         return self._attempt(Attempts(self.options, request))
 
@@ -188,6 +192,7 @@ class RemotePlanner:
         sent, over = attempts.send(), False
         connection = _Connection(self._context, zmq.DEALER, self.endpoint, self.options)
         self._streams.add(connection)
+        self._sessions[sent.id] = attempts.session
         try:
             connection.send(sent.body, attempts.connect_by)
             while not over:
@@ -199,6 +204,7 @@ class RemotePlanner:
                     attempts.since = time.monotonic()
         finally:
             self._streams.discard(connection)
+            del self._sessions[sent.id]
             if not (over or self._context.closed):
                 _send_cancel(connection, attempts.cancel_of(sent))
             connection.close(0 if over else CANCEL_MS)
@@ -209,56 +215,71 @@ class RemotePlanner:
 
     # --- control
 
+    def call(self, request: messages.Request) -> dict[str, Any]:
+        """Run a control operation.
+
+        Raises:
+            PlanError: it was refused, or no server answered.
+        """
+        return self._reply(request).table()
+
+    def simple(self, op: str) -> dict[str, Any]:
+        """Run a control operation without arguments: hello, ping, health, stats, ..."""
+        return self.call(messages.Simple(op=op))
+
     def ping(self) -> dict[str, Any]:
         """Check that a server answers."""
-        return self._simple("ping")
+        return self.simple("ping")
 
     def hello(self) -> dict[str, Any]:
         """Describe the server: model, limits, features."""
-        return self._simple("hello")
+        return self.simple("hello")
 
     def health(self) -> dict[str, Any]:
         """Return the state of the server."""
-        return self._simple("health")
+        return self.simple("health")
 
     def stats(self) -> dict[str, Any]:
         """Return the server's statistics."""
-        return self._simple("stats")
+        return self.simple("stats")
 
     def cancel(self, target: str, session: str | None = None) -> bool:
-        """End a plan by its id. Returns whether there was such a plan."""
-        request = messages.Cancel(target=target, session=session or self.options.session)
-        return bool(self._table(request)["cancelled"])
+        """End a plan by its id. Returns whether there was such a plan. One of another client needs
+        its session.
+        """
+        if session is None:
+            session = self._sessions.get(target, self.options.session)
+        return bool(self.call(messages.Cancel(target=target, session=session))["cancelled"])
 
     def validate(self, request: messages.Validate) -> dict[str, Any]:
         """Count tokens and compile a schema, without decoding."""
-        return self._table(request)
+        return self.call(request)
 
     def put_prefix(self, prefix_id: str, system: str, *, persist: bool = False) -> dict[str, Any]:
         """Pin the state of a system prompt; with `persist` it outlives the server."""
-        return self._table(messages.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
+        return self.call(messages.PrefixPut(prefix_id=prefix_id, system=system, persist=persist))
 
     def prefixes(self) -> list[dict[str, Any]]:
         """List the pinned prefixes."""
-        found: list[dict[str, Any]] = self._simple("prefix.list")["prefixes"]
+        found: list[dict[str, Any]] = self.simple("prefix.list")["prefixes"]
         return found
 
     def skipped(self) -> list[str]:
         """One line for each persisted prefix that the server did not restore at its start."""
-        found: list[str] = self._simple("prefix.list")["skipped"]
+        found: list[str] = self.simple("prefix.list")["skipped"]
         return found
 
     def drop_prefix(self, prefix_id: str) -> bool:
         """Drop a pinned prefix. Returns whether it existed."""
-        return bool(self._table(messages.PrefixDrop(prefix_id=prefix_id))["dropped"])
+        return bool(self.call(messages.PrefixDrop(prefix_id=prefix_id))["dropped"])
 
     def drain(self) -> None:
         """Make the server finish its accepted work and take no more."""
-        self._simple("drain")
+        self.simple("drain")
 
     def shutdown(self) -> None:
         """Make the server drain and end."""
-        self._simple("shutdown")
+        self.simple("shutdown")
 
     def close(self) -> None:
         """See Planner. Unfinished streams are closed, which cancels their plans."""
@@ -268,13 +289,7 @@ class RemotePlanner:
             # Not `term`, which would wait for the socket of a connection whose constructor failed.
             self._context.destroy(linger=0)
 
-    def _simple(self, op: str) -> dict[str, Any]:
-        return self._table(messages.Simple(op=op))
-
-    def _table(self, request: messages.Request) -> dict[str, Any]:
-        return self._call(request).table()
-
-    def _call(self, request: messages.Request) -> Reply:
+    def _reply(self, request: messages.Request) -> Reply:
         self._check_open()
         attempts = Attempts(self.options, request)
         while True:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from uuid import uuid4
+from dataclasses import dataclass
 
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec
 
@@ -20,8 +19,9 @@ class Options:
     retries: int = 3
     """How often a request is sent again after `busy` or a lost connection. With 0 the client does
     not wait for a server that is warming up, either."""
-    session: str = field(default_factory=lambda: uuid4().hex)
-    """Plans of one session replace each other, so a repeated request replaces the lost attempt."""
+    session: str | None = None
+    """The session of requests that name none: the newer plan of a session displaces the older. None
+    gives each call a session of its own, so that plans do not displace each other."""
     token: str | None = None
     """The secret for requests that carry none."""
     keys: str = ""

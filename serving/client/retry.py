@@ -105,8 +105,6 @@ def encode(request: messages.Request, options: Options) -> EncodedRequest:
     given: dict[str, Any] = {"id": id}
     if request.token is None:
         given["token"] = options.token
-    if isinstance(request, messages.PlanRequest) and request.session is None:
-        given["session"] = options.session
     filled = structs.replace(request, **given)
     try:
         table = msgspec.to_builtins(filled)
@@ -160,6 +158,8 @@ class Attempts:
     request: messages.Request
     displaced: bool = False
     """Whether a later plan of its session was taken by a server."""
+    session: str | None = field(init=False)
+    """The session of a plan. All attempts have it, so that each replaces the one before."""
     left: int = field(init=False)
     began: float = field(default_factory=time.monotonic)
     since: float = field(init=False)
@@ -171,8 +171,11 @@ class Attempts:
         if (id := self.request.id) != messages.NO_ID:
             text = f"id must be left out: the client gives each try its own (got {show(id)})"
             raise bad_request(text, "id")
+        self.session = None
         if isinstance(self.request, messages.PlanRequest):
             validation.check_deadline_and_session(self.request)
+            named = self.options.session if self.request.session is None else self.request.session
+            self.session = uuid4().hex if named is None else named
 
     @property
     def displaces(self) -> bool:
@@ -207,7 +210,7 @@ class Attempts:
         """
         request = self.request
         if isinstance(request, messages.PlanRequest):
-            request = with_time_left(request, self.began)
+            request = with_time_left(structs.replace(request, session=self.session), self.began)
         return encode(request, self.options)
 
     def timeout_error(self, endpoint: str, seen: int) -> PlanError:

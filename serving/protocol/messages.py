@@ -150,7 +150,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     v: int = VERSION
     seq: int = 0
     text: str | None = None
-    step: Any = None
+    step: dict[str, Any] | None = None
     index: int | None = None
     phase: Phase | None = None
     tokens: int | None = None
@@ -165,7 +165,7 @@ class Result(Struct, frozen=True, kw_only=True):
     id: str | None = None
     type: Literal["result"] = "result"
     seq: int = 0
-    plan: Any = None
+    plan: dict[str, Any] | None = None
     plan_valid: bool = False
     text: str | None = None
     thinking: str | None = None

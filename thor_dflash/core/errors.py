@@ -92,3 +92,9 @@ class PlanError(ThorError):
         """Shortest deadline that could be met, ms: a `deadline_ms` for another try."""
         self.retryable = code in RETRYABLE if retryable is None else retryable
         """Whether the same request may succeed later; by default decided by the code."""
+
+    def __repr__(self) -> str:
+        names = ("field", "retry_after_ms", "min_ms")
+        details = {name: value for name in names if (value := vars(self)[name]) is not None}
+        given = "".join(f", {name}={value!r}" for name, value in details.items())
+        return f"PlanError({self.code!r}, {self.message!r}{given})"

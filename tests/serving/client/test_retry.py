@@ -64,7 +64,7 @@ def test_a_plan_that_was_refused_does_not_displace_a_later_one(
     server, held, load = house.held_later()
 
     async def main() -> None:
-        async with AsyncPlanner(server.endpoints[0]) as planner:
+        async with AsyncPlanner(server.endpoints[0], Options(session="default")) as planner:
 
             async def stat(name: str, code: str) -> bool:
                 return bool((await planner.simple("stats"))[name].get(code))

@@ -115,6 +115,7 @@ def test_the_command_line_and_the_python_example(start: Start, tmp_path: Path) -
     lines = run([*PYTHON_EXAMPLE, endpoint, "x"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
     assert run([*PYTHON_EXAMPLE], 2).stderr == "usage: plan.py ENDPOINT TEXT\n"
+    assert run([*PYTHON_EXAMPLE, "nowhere", "x"], 1).stdout.startswith("refused ConfigError(")
 
 
 @pytest.mark.skipif(
@@ -135,6 +136,8 @@ def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Conf
     lines = run([program, f"ipc://{tmp_path}/plan", "x"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
     assert lines[0] == 'step "goto" {"target":"shelf"}'
+    for endpoint, text in (("nowhere", "x"), ("tcp://127.0.0.1:1", b"\xff")):
+        assert run([program, endpoint, text], 2).stderr.startswith(f"plan: {endpoint}: ")
 
 
 def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:
