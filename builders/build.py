@@ -107,7 +107,7 @@ def build(
         described = describe(plan)
         by = engine_builder(config.tensorrt, progress) if config.engine == "tensorrt" else None
         planned = plan_engines(material(plan)) if by else None
-    with AtomicPackage(out, _key(plan, by)) as stage:
+    with AtomicPackage(out, _key(plan, by), progress) as stage:
         total = sum(plan.weights.nbytes(file) for file in plan.weights.files)
         with progress.task("writing weights", total, "bytes") as task:
             for file in plan.weights.files:

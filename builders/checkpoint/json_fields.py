@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
+from thor_dflash.core.bounds import LARGEST
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.strict_records import unique_keys
@@ -70,10 +71,10 @@ class Fields:
         return value
 
     def integer(self, key: str, least: int = 1) -> int:
-        """Read an integer of at least `least`."""
-        rule = f"an integer of at least {least}"
+        """Read an integer of `least` to LARGEST."""
+        rule = f"an integer of {least} to {LARGEST}"
         value = self._typed(key, int, rule)
-        if value < least:
+        if not least <= value <= LARGEST:
             raise self.wrong(key, rule)
         return value
 

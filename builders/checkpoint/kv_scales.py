@@ -1,4 +1,5 @@
-"""Finds the calibrated scales of the KV cache, and the type of cache that they were made for.
+"""Finds the calibrated scales of attention: those of the KV cache that an engine uses, the type of
+cache that they were made for, and those that no engine uses.
 
 The tensors do not say for which type. modelopt's scales for an NVFP4 cache have the same names as
 those for FP8, but some of its versions divide by 6 * 448 in place of 448: in an FP8 cache, keys and
@@ -9,6 +10,7 @@ Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/unified_export_hf.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.json_fields import Fields
@@ -24,11 +26,42 @@ NAMES = (
 """Names of the scales of keys and values: modelopt's, compressed-tensors'."""
 
 
-def scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
-    """Return the names of the first pair that is stored for a layer; none if there is no pair.
+UNUSED = (
+    "self_attn.q_scale",
+    "self_attn.q_proj.q_scale",
+    "self_attn.prob_scale",
+    "self_attn.prob_output_scale",
+    *(f"self_attn.{linear}_proj.output_scale" for linear in "qkvo"),
+)
+"""Scales of quantised attention arithmetic, which no engine here does. Sources: compressed-tensors
+(q_scale), Quark (prob_output_scale), exports of older versions (output_scale)."""
 
-    Raises: CheckpointError for half a pair, and for a scale that is not one number.
+
+def unused_scales(shards: Shards, layer: str, kv_heads: int) -> Iterator[str]:
+    """Yield the stored scales of a layer that no engine uses: those of other parts than the cache,
+    and those of the cache that are given per head.
     """
+    yield from (layer + name for name in UNUSED if layer + name in shards)
+    for names in _stored_pairs(shards, layer, kv_heads):
+        if _per_head(shards, names):
+            yield from names
+
+
+def scale_names(shards: Shards, layer: str, kv_heads: int) -> tuple[str, ...]:
+    """Return the names of the first pair with one number each; none if there is no such pair.
+
+    Raises: CheckpointError for half a pair, and for a scale that is neither one number nor one for
+        each key/value head.
+    """
+    pairs = _stored_pairs(shards, layer, kv_heads)
+    return next((names for names in pairs if not _per_head(shards, names)), ())
+
+
+def _per_head(shards: Shards, names: tuple[str, ...]) -> bool:
+    return any(prod(shards.entry(name).shape) > 1 for name in names)
+
+
+def _stored_pairs(shards: Shards, layer: str, kv_heads: int) -> Iterator[tuple[str, ...]]:
     for pair in NAMES:
         names = tuple(layer + name for name in pair)
         there = [name for name in names if name in shards]
@@ -38,11 +71,13 @@ def scale_names(shards: Shards, layer: str) -> tuple[str, ...]:
                 f"(got {there[0]} alone)"
             )
         for name in there:
-            if shards.entry(name).shape not in ((), (1,)):
-                raise CheckpointError(f"{name} must be one number (got {shards.entry(name)})")
+            if prod(shards.entry(name).shape) not in (1, kv_heads):
+                raise CheckpointError(
+                    f"{name} must be one number, or one for each of {kv_heads} key/value heads "
+                    f"(got {shards.entry(name)})"
+                )
         if there:
-            return names
-    return ()
+            yield names
 
 
 def for_fp8(directory: Path, config: Fields) -> bool:

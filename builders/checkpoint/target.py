@@ -10,7 +10,7 @@ import numpy as np
 
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors, check, gated_mlp
 from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
-from thor_dflash.builders.checkpoint.kv_scales import for_fp8, scale_names
+from thor_dflash.builders.checkpoint.kv_scales import for_fp8, scale_names, unused_scales
 from thor_dflash.builders.checkpoint.linear_weights import Linear, load, positive
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
 from thor_dflash.builders.checkpoint.shards import Shards
@@ -37,7 +37,8 @@ class TargetCheckpoint:
     prefix: str
     """The beginning of the text model's stored names."""
     skipped: tuple[str, ...]
-    """Stored names that are ignored: vision, MTP, and scales of a cache that is not FP8."""
+    """Stored names that are ignored: vision, MTP, scales that no engine uses, and those of a cache
+    that is not FP8."""
     shards: Shards
     linears: Mapping[str, Linear]
 
@@ -53,7 +54,8 @@ class TargetCheckpoint:
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
         """Return the FP8 scales of a layer's keys and values, stored = x / scale, or None."""
-        names = scale_names(self.shards, f"{self.prefix}layers.{layer}.")
+        kv_heads = self.dims.attention.kv_heads
+        names = scale_names(self.shards, f"{self.prefix}layers.{layer}.", kv_heads)
         if not names or names[0] in self.skipped:
             return None
         k, v = (positive(self.shards.array(name), self.shards.placed(name)) for name in names)
@@ -73,8 +75,8 @@ def read_target(directory: Path) -> TargetCheckpoint:
     shards = Shards.open(directory)
     prefix = _prefix(shards)
     head = _head_stem(shards)
-    scales = _kv_scales(shards, dims, prefix)
-    skipped = tuple(name for name in shards if name.startswith(SKIPPED))
+    scales, unused = _attention_scales(shards, dims, prefix)
+    skipped = (*unused, *(name for name in shards if name.startswith(SKIPPED)))
     if scales and not for_fp8(directory, config):
         skipped = (*scales, *skipped)
     besides = {*skipped, *scales}
@@ -187,9 +189,14 @@ def _check_tied(shards: Shards, head: str, embedding: str) -> None:
         )
 
 
-def _kv_scales(shards: Shards, dims: TargetDims, prefix: str) -> list[str]:
-    layers = [i for i, kind in enumerate(dims.layers) if kind == "attention"]
-    return [name for i in layers for name in scale_names(shards, f"{prefix}layers.{i}.")]
+def _attention_scales(shards: Shards, dims: TargetDims, prefix: str) -> tuple[list[str], list[str]]:
+    """Return the names of the stored scales of attention: those of the cache, and unused ones."""
+    cache, unused, kv_heads = list[str](), list[str](), dims.attention.kv_heads
+    for i, kind in enumerate(dims.layers):
+        if kind == "attention":
+            cache += scale_names(shards, f"{prefix}layers.{i}.", kv_heads)
+            unused += unused_scales(shards, f"{prefix}layers.{i}.", kv_heads)
+    return cache, unused
 
 
 def _same_bytes(left: Array, right: Array) -> bool:

@@ -88,13 +88,8 @@ def _gdn(text: Fields) -> GdnDims:
 
 
 def _tied(root: Fields, text: Fields) -> bool:
-    """Whether the head is tied to the embedding; a wrapper may say so at the top, in text_config,
-    or in both.
+    """Whether the head is tied to the embedding. A wrapper's own flag counts, as in transformers,
+    which writes files whose text_config has the other value.
     """
     key = "tie_word_embeddings"
-    if not root.given(key):
-        return text.flag(key)
-    tied = root.flag(key)
-    if text.given(key) and text.flag(key) != tied:
-        raise text.wrong(key, f"{str(tied).lower()} as at the top level")
-    return tied
+    return (root if root.given(key) else text).flag(key)

@@ -2,7 +2,8 @@
 
 Files are written to a hidden directory beside the package, hashed and flushed one by one; one
 rename then makes the directory the package. A journal in it lets a build that was killed resume
-where it stopped, if the same build (`key`) is run again.
+where it stopped, if the same build (`key`) is run again. Files of the killed build are hashed once
+more: a machine that lost power may have lost their contents, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from thor_dflash.core.errors import PackageError
-from thor_dflash.core.progress import print_line
+from thor_dflash.core.progress import Progress, Silent, print_line
 from thor_dflash.package.manifest import NAME, FileEntry, check_outside, hash_file, is_package
 
 JOURNAL = ".journal"
@@ -42,7 +43,8 @@ class AtomicPackage:
         PackageError: `out` is something else, or another build is writing it, or the disk is full.
     """
 
-    def __init__(self, out: Path, key: str) -> None:
+    def __init__(self, out: Path, key: str, progress: Progress | None = None) -> None:
+        self._progress = progress or Silent()
         self.out = Path(os.path.realpath(out))  # resolve() fails on circular links
         self._key = key
         self._partial = self.out.with_name(f".{self.out.name}.partial")
@@ -122,11 +124,14 @@ class AtomicPackage:
             _empty(self._partial)
             self._note({"key": self._key})
             return
-        for row in rows[1:]:
-            name, entry = row["name"], FileEntry(sha256=row["sha256"], bytes=row["bytes"])
-            path = self._partial / name
-            if path.is_file() and path.stat().st_size == entry.bytes:
-                self._files[name] = entry
+        staged = {r["name"]: FileEntry(sha256=r["sha256"], bytes=r["bytes"]) for r in rows[1:]}
+        total = sum(entry.bytes for entry in staged.values())
+        with self._progress.task("checking the stopped build", total, "bytes") as task:
+            for name, entry in staged.items():
+                path = self._partial / name
+                whole = path.is_file() and path.stat().st_size == entry.bytes
+                if whole and hash_file(path, task.advance) == entry:
+                    self._files[name] = entry
 
     def _note(self, row: dict[str, object]) -> None:
         with (self._partial / JOURNAL).open("a", encoding="utf-8") as file:

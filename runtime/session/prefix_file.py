@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,12 @@ def read_prefix(path: Path, model: ModelRunner, budget: int) -> tuple[StoredPref
 
 def _parts(path: Path, budget: int) -> tuple[bytes, bytes, bytes]:
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        # Not blocking: the opening of a pipe would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                raise PackageError(f"{path} must be a file (got {stat.filemode(found.st_mode)})")
             if size > budget + HEADER:
                 raise RequestError(
                     f"{path} must fit the memory for prefixes, {budget} bytes (got {size})"

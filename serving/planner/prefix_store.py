@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class PrefixStore:
             ConfigError: it cannot be used, or another server has locked it.
         """
         self._directory = directory
+        self._lock = -1
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -37,12 +39,15 @@ class PrefixStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in directory.glob(f".*{ENDING}.*"):
                 path.unlink()
+            with tempfile.TemporaryFile(dir=directory) as probe:  # now, not at the first prefix
+                probe.write(b"0")
         except BlockingIOError as e:
-            os.close(self._lock)
+            self.close()
             raise ConfigError(
                 f"serve.prefix_dir must be of one server alone (got {directory}, which another has)"
             ) from e
         except OSError as e:
+            self.close()
             raise ConfigError(
                 f"serve.prefix_dir must be a directory that can be written "
                 f"(got {directory}: {e.strerror})"

@@ -8,6 +8,7 @@ import hmac
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
@@ -85,6 +86,22 @@ def read_token(path: str) -> str | None:
     if not (token := read_private(Path(path)).strip()):
         raise ConfigError(f"{path} must hold a secret (got an empty file)")
     return token
+
+
+def check_owned(path: Path) -> None:
+    """Refuse a file or directory that other users may write: who writes keys decides who connects.
+    Accepts what cannot be examined, for its reader to report.
+
+    Raises:
+        ConfigError: its group or everybody may write it.
+    """
+    with suppress(OSError):
+        mode = path.stat().st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"{path} must be writable by its owner alone (got mode {stat.S_IMODE(mode):04o}); "
+                f"chmod go-w {quote(str(path))}"
+            )
 
 
 def read_private(path: Path) -> str:

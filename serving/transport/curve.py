@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.transport.access import read_private
+from thor_dflash.serving.transport.access import check_owned, read_private
 
 SERVER, CLIENT = "server", "client"
 SECRET, PUBLIC = ".secret", ".public"
@@ -55,8 +55,10 @@ def public_key(path: Path) -> bytes:
     """Read a public key from its file.
 
     Raises:
-        ConfigError: the file cannot be read or holds no key.
+        ConfigError: the file cannot be read, holds no key, or other users may replace it.
     """
+    check_owned(path.parent)
+    check_owned(path)
     try:
         key = path.read_text(encoding="ascii").strip().encode()
     except (OSError, ValueError) as e:
@@ -70,6 +72,7 @@ def secret_key(path: Path) -> bytes:
     Raises:
         ConfigError: the file cannot be read, holds no key, or is accessible to other users.
     """
+    check_owned(path.parent)
     return _z85(path, read_private(path).strip().encode())
 
 
@@ -88,8 +91,9 @@ def client_keys(directory: Path) -> frozenset[bytes]:
     """Return the public keys of the clients that may connect.
 
     Raises:
-        ConfigError: a damaged key, or no key at all.
+        ConfigError: a damaged key, no key at all, or other users may add or replace one.
     """
+    check_owned(directory)
     keys = frozenset(public_key(p) for p in sorted((directory / CLIENTS).glob(f"*{PUBLIC}")))
     if not keys:
         raise ConfigError(

@@ -48,7 +48,7 @@ def test_a_file_name_may_hold_anything_but_a_way_out(tmp_path: Path) -> None:
     manifest = replace(MANIFEST, files={'w/a "b".é': entry})
     (tmp_path / NAME).write_text(render(manifest), encoding="utf-8")
     assert read(tmp_path) == manifest
-    for name in ("../x", "/x", "a/../../x", NAME):
+    for name in ("../x", "/x", "a/../../x", NAME, "a\0b", "."):
         with pytest.raises(PackageError, match="files must be paths inside"):
             replace(MANIFEST, files={name: entry})
 
@@ -71,6 +71,11 @@ def test_refuses_no_package(tmp_path: Path) -> None:
         (sign(body().replace("format = 4", "format = 3")), "format must be 4 .got 3.*build it"),
         (sign(body() + "\n[xtra]\n"), "unknown key"),
         (sign(body().replace("hidden = 128", "hiden = 128")), r"unknown key target.hiden .did you"),
+        *((sign(body().replace("block = 16", f"block = {n}")), f"block must be 1 to .* .got {n}")
+          for n in (-1, 0, 1 << 40)),
+        (sign(body().replace("chunk = 64", "chunk = 0")), "chunk must be 1 to .* .got 0"),
+        (sign(body().replace("hidden = 128", "hidden = -128")), "target.hidden must be 1 to"),
+        (sign(body() + '"a\\u0000b" = { sha256 = "", bytes = 0 }\n'), "files must be paths inside"),
         (sign(body().replace('"attention",', '"mamba",')), r'target.layers\[3\] must be "gdn" or'),
     ],
 )  # fmt: skip

@@ -7,15 +7,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from thor_dflash.core.bounds import LARGEST, Count, Positive
 from thor_dflash.core.errors import ConfigError
 
-LARGEST = (1 << 31) - 1
-"""Largest number. Graphs and drivers take 32 bits; the wire protocol shifts some."""
+__all__ = ["DAY_S", "LARGEST", "Count", "Fraction", "Positive", "directory"]
+
 DAY_S = 86_400
 """Longest time, s. Operating systems do not accept much longer ones."""
 
-Count = Annotated[int, Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from thor_dflash.core.bounds import Count, Positive
+
 LayerKind = Literal["gdn", "attention"]
 
 
@@ -18,10 +20,10 @@ LayerKind = Literal["gdn", "attention"]
 class AttentionDims:
     """Grouped-query attention with rotary positions over the first `rotary_dim` of each head."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary_dim: int
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    rotary_dim: Positive
     rope_theta: float
 
 
@@ -29,11 +31,11 @@ class AttentionDims:
 class GdnDims:
     """Gated delta net: a causal convolution, then `value_heads` states of [key_dim, value_dim]."""
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
+    key_heads: Positive
+    value_heads: Positive
+    key_dim: Positive
+    value_dim: Positive
+    conv_kernel: Positive
 
     @property
     def conv_channels(self) -> int:
@@ -45,17 +47,17 @@ class GdnDims:
 class TargetDims:
     """A Qwen3.5/3.6 text model."""
 
-    vocab: int
+    vocab: Positive
     """Rows of the embedding and the head, padding included."""
-    hidden: int
-    intermediate: int
+    hidden: Positive
+    intermediate: Positive
     layers: tuple[LayerKind, ...]
     attention: AttentionDims
     gdn: GdnDims
     eps: float
     tied: bool
     """Whether the head is the embedding matrix."""
-    max_position: int
+    max_position: Positive
     """Longest context the model was made for, tokens."""
 
 
@@ -65,7 +67,7 @@ class DraftLayerDims:
 
     causal: bool
     """Whether slot i of the block sees only slots 0..i of it."""
-    window: int
+    window: Count
     """Keys at distance 0 <= q - k < window are visible; 0 means all."""
 
 
@@ -73,20 +75,20 @@ class DraftLayerDims:
 class DrafterDims:
     """A DFlash block-diffusion drafter."""
 
-    vocab: int
-    hidden: int
-    intermediate: int
+    vocab: Positive
+    hidden: Positive
+    intermediate: Positive
     layers: tuple[DraftLayerDims, ...]
     attention: AttentionDims
     eps: float
-    block: int
+    block: Positive
     """Rows of a block: the last committed token and block - 1 masks."""
-    taps: tuple[int, ...]
+    taps: tuple[Count, ...]
     """Target layers, 0-based, whose output residual streams are concatenated, in this order."""
-    mask_token: int
-    target_layers: int
+    mask_token: Count
+    target_layers: Count
     """Layers of the target that the drafter was trained on; 0 if the config lacks it."""
-    max_position: int
+    max_position: Positive
 
 
 MIN_CONVERSATION = 2

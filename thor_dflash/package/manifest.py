@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import tomli_w
+from msgspec import Meta
 
 from thor_dflash.core import strict_records
+from thor_dflash.core.bounds import Count, Positive
 from thor_dflash.core.errors import PackageError
+from thor_dflash.core.message_text import show
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.progress import Progress
 
@@ -43,6 +46,8 @@ CHUNKED = "observe_chunk"
 """The only step whose graph does not depend on the block width."""
 CHUNK_STEPS = ("prefill", CHUNKED)
 """Steps with one graph per prefill step size."""
+Size = Annotated[int, Meta(ge=0)]
+"""Bytes."""
 REBUILD = "build it again with `thor-dflash build`"
 
 
@@ -51,22 +56,22 @@ class FileEntry:
     """One file of the package."""
 
     sha256: str
-    bytes: int
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTotals:
     """Number and size of the tensors of one class that are stored in one precision."""
 
-    count: int
-    bytes: int
+    count: Count
+    bytes: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvScales:
     """FP8 KV scales from the checkpoint; a layer without one uses 1.0."""
 
-    layers: int = 0
+    layers: Count = 0
     """Attention layers with stored scales."""
     low: float = 1.0
     high: float = 1.0
@@ -76,16 +81,16 @@ class KvScales:
 class ModelCard:
     """The model card: recommended lengths, in tokens. All 0: there is none."""
 
-    max_tokens: int = 0
-    complex: int = 0
+    max_tokens: Count = 0
+    complex: Count = 0
     """Longest answer to a hard problem; 0: unknown."""
-    reply: int = 0
+    reply: Count = 0
     """Reserved for closing message and reply when thinking has a budget."""
-    low: int = 0
-    medium: int = 0
-    high: int = 0
-    x_high: int = 0
-    max: int = 0
+    low: Count = 0
+    medium: Count = 0
+    high: Count = 0
+    x_high: Count = 0
+    max: Count = 0
     close: str = ""
     """The message that closes thinking at its budget."""
     source: str = ""
@@ -113,22 +118,22 @@ class Manifest:
     name: str | None = None
     """What clients call the model; None: as the target's directory."""
     engine: Literal["ort", "cuda", "tensorrt"]
-    block: int
+    block: Positive
     """Rows of the verify block."""
-    chunk: int
+    chunk: Positive
     """Rows of a prefill step."""
-    widths: tuple[int, ...] = ()
+    widths: tuple[Positive, ...] = ()
     """Narrower blocks that it also has graphs for, rows."""
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[Positive, ...] = ()
     """Other sizes of a prefill step that it also has graphs for, rows."""
-    capacity: int
+    capacity: Positive
     """Default context of a session, tokens."""
     kv: Literal["f32", "bf16", "fp8"]
     activations: Literal["f32", "bf16"]
     saves: Literal["records", "states"]
-    vocab_limit: int
+    vocab_limit: Positive
     """Ids from here on are padding and are never chosen."""
-    stop_tokens: tuple[int, ...]
+    stop_tokens: tuple[Count, ...]
     tokenizer: bool
     """Whether the package holds tokenizer files; without them it handles only token ids."""
     skipped: tuple[str, ...]
@@ -165,8 +170,9 @@ class Manifest:
     def __post_init__(self) -> None:
         for name in self.files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or name == NAME:
-                raise PackageError(f'files must be paths inside the package (got "{name}")')
+            outside = path.is_absolute() or ".." in path.parts or name == NAME
+            if outside or not path.parts or "\0" in name:
+                raise PackageError(f"files must be paths inside the package (got {show(name)})")
 
 
 def graph_name(step: str, block: int = 0, chunk: int = 0) -> str:

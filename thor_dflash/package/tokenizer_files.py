@@ -73,15 +73,24 @@ def read_json(path: Path) -> Table:
 
 
 def stop_tokens(directory: Path) -> tuple[int, ...]:
-    """Ids that end an answer: `eos_token_id` of generation_config.json (an id or a list of them).
+    """Ids that end an answer: those of `generation_stops`, then that of `eos_token` of
+    tokenizer_config.json, with which a chat template ends a turn. config.json is not used, because
+    a chat model's names the wrong id.
+    """
+    stops = generation_stops(directory)
+    return tuple(dict.fromkeys((*stops, *_eos_by_name(directory, needed=not stops))))
 
-    If that file has none, the id of `eos_token` of tokenizer_config.json; empty if that has none
-    either. config.json is not used, because a chat model's names the wrong id.
+
+def generation_stops(directory: Path) -> tuple[int, ...]:
+    """`eos_token_id` of generation_config.json: an id or a list of them; empty if it has none.
+
+    Raises:
+        CheckpointError: it is something else.
     """
     path = directory / GENERATION_CONFIG
     eos = read_json(path).get("eos_token_id")
     if eos is None:
-        return _eos_by_name(directory)
+        return ()
     listed = as_list(eos)
     ids = [_id(item) for item in ([eos] if listed is None else listed)]
     if None in ids:
@@ -97,12 +106,17 @@ def _id(value: object) -> int | None:
     return None
 
 
-def _eos_by_name(directory: Path) -> tuple[int, ...]:
+def _eos_by_name(directory: Path, *, needed: bool) -> tuple[int, ...]:
+    """The id of the tokenizer's eos_token. A token that does not exist never ends an answer, which
+    is an error only if nothing else does (`needed`).
+    """
     name = content(read_json(directory / TOKENIZER_CONFIG).get("eos_token"))
     if name is None:
         return ()
     ids = {token.content: token.id for token in added_tokens(directory)}
     ids |= _learned(directory) if name not in ids else {}
+    if name not in ids and not needed:
+        return ()
     if name not in ids:
         raise CheckpointError(
             f"{directory / TOKENIZER_CONFIG}: eos_token must be a token of the tokenizer "

@@ -147,6 +147,32 @@ def test_calibrated_kv_scales_are_found(
     assert checkpoint.kv_scales(0) is None
 
 
+@pytest.mark.parametrize("names", [MODELOPT_KV, TENSORS_KV])
+def test_scales_of_other_arithmetic_are_listed_and_not_used(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    geometry = replace(SMALL, heads=4, kv_heads=2)
+    write_target(tmp_path, geometry, 0)
+    other = ("self_attn.q_scale", "self_attn.k_proj.output_scale", "self_attn.prob_output_scale")
+    shape = (geometry.kv_heads, 1, 1)
+    scales = {f"{P}layers.3.{n}": np.full(shape, 0.25, np.float32) for n in (*names, *other)}
+    change_tensors(tmp_path, lambda t: t.update(scales))
+    checkpoint = read_target(tmp_path)
+    assert checkpoint.kv_scales(3) is None
+    assert set(checkpoint.skipped) == set(scales)
+    change_tensors(tmp_path, lambda t: t.update({next(iter(scales)): np.ones(3, np.float32)}))
+    with pytest.raises(CheckpointError, match="one for each of 2 key/value heads"):
+        read_target(tmp_path)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_of_two_flags_for_a_tied_head_a_wrappers_own_counts(outer: bool, tmp_path: Path) -> None:
+    """transformers writes such files, and loads them so."""
+    write_target(tmp_path, replace(SMALL, tied=outer, wrapper=True), 0)
+    edit(tmp_path, ("text_config.tie_word_embeddings", not outer))
+    assert read_target(tmp_path).dims.tied is outer
+
+
 FP8, FP4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "float"}
 
 

@@ -132,6 +132,7 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
         stage.write("b", lambda p: p.write_bytes(b"2"))
         stage.write("longer", lambda p: p.write_bytes(b"3"))
         stage.write("gone", lambda p: p.write_bytes(b"4"))
+        stage.write("same", lambda p: p.write_bytes(b"6"))
         stage.write("c", lambda p: (p.write_bytes(b"half"), die()))
     """)  # fmt: skip
     assert not out.exists()
@@ -139,6 +140,7 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
     (partial / "b").write_bytes(b"")  # as after a crash of the file system
     (partial / "longer").write_bytes(b"33")
     (partial / "gone").unlink()
+    (partial / "same").write_bytes(b"0")  # of the right size, as pages that never reached the disk
     with (partial / ".journal").open("a") as file:
         file.write('{"name": "d", "sha')  # a line that was not written to its end
     with AtomicPackage(out, "k") as stage:
@@ -146,8 +148,10 @@ def test_a_killed_build_resumes_file_by_file(tmp_path: Path) -> None:
         stage.write("a", forbidden)
         stage.write("b", put(b"2"))
         stage.write("e", put(b"5"))
+        stage.write("same", put(b"6"))
         stage.finish(TEXT)
-    assert tree(out) == ["a", "b", "e", "manifest.toml"]  # the half of c is gone
+    assert tree(out) == ["a", "b", "e", "manifest.toml", "same"]  # the half of c is gone
+    assert (out / "same").read_bytes() == b"6"
     assert tree(tmp_path)[0] == "pkg"
 
 

@@ -252,7 +252,7 @@ def test_stop_tokens(tmp_path: Path) -> None:
     ids = make(tmp_path)
     assert files.stop_tokens(tmp_path) == (ids["<|im_end|>"], ids["<|endoftext|>"])
     write(tmp_path, "generation_config.json", eos_token_id=7)
-    assert files.stop_tokens(tmp_path) == (7,)
+    assert files.stop_tokens(tmp_path) == (7, ids["<|im_end|>"]), "the end of a turn, too"
     write(tmp_path, "generation_config.json", temperature=1)
     assert files.stop_tokens(tmp_path) == (ids["<|im_end|>"],)
     (tmp_path / "generation_config.json").unlink()
@@ -261,6 +261,9 @@ def test_stop_tokens(tmp_path: Path) -> None:
     edit(tmp_path, "tokenizer_config.json", eos_token="<|none|>")
     with pytest.raises(CheckpointError, match='eos_token must be a token .got "<|none|>"'):
         files.stop_tokens(tmp_path)
+    write(tmp_path, "generation_config.json", eos_token_id=7)
+    assert files.stop_tokens(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").unlink()
     edit(tmp_path, "tokenizer_config.json", eos_token=None)
     assert files.stop_tokens(tmp_path) == ()
 

@@ -4,6 +4,7 @@ answer, and whatever could not be kept or restored is reported.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -115,13 +116,23 @@ def test_a_damaged_file_is_reported_and_left_out(serve: Serve, house: Any, tmp_p
     whole = bad.read_bytes()
     bad.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     cut.write_bytes(cut.read_bytes()[:-100])
+    pipe = tmp_path / "kept" / "pipe.prefix"
+    os.mkfifo(pipe)  # an opening that waits for a writer would never end
+    (tmp_path / "kept" / "zero.prefix").symlink_to("/dev/zero")
     again = serve()
     assert [prefix["prefix_id"] for prefix in again.prefixes()] == ["good"]
     skipped = again.skipped()
     assert sorted(skipped) == sorted(
-        f"{path.name} must be as it was written (got an altered file); put the prefix again"
-        for path in (bad, cut)
+        [
+            "pipe.prefix must be a file (got prw-r--r--)",
+            "zero.prefix must be a file (got crw-rw-rw-)",
+            *(
+                f"{path.name} must be as it was written (got an altered file); put the prefix again"
+                for path in (bad, cut)
+            ),
+        ]
     )
+    pipe.unlink()
     assert all(any(line in written for written in house.log) for line in skipped)
     assert str(tmp_path) not in str(skipped), "where it is on this machine is nobody's business"
     again.put_prefix("bad", SYSTEM, persist=True)
@@ -208,6 +219,8 @@ def test_a_directory_is_of_one_server(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="must be a directory that can be written"):
         PrefixStore(tmp_path / "file")
+    with pytest.raises(ConfigError, match="must be a directory that can be written"):
+        PrefixStore(Path("/proc/self"))  # as a read-only disk: also root cannot write there
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
 
 

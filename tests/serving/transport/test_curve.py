@@ -66,6 +66,20 @@ def test_keys_are_for_their_owner(tmp_path: Path, capsys: Any) -> None:
             curve.secret_key(keys / "server.secret")
 
 
+@pytest.mark.parametrize("name", [".", "clients", "clients/client.public", "server.public"])
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_keys_that_others_may_replace_are_refused(tmp_path: Path, name: str, mode: int) -> None:
+    """Who can add a client's key can command the robot."""
+    keys = tmp_path / "keys"
+    curve.keygen(keys)
+    RouterSocket(config := ServeConfig(bind=("tcp://127.0.0.1:*",), curve=str(keys))).close()
+    (keys / name).chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"by its owner alone \(got mode {mode:04o}\); chmod go-w"
+    ):
+        RouterSocket(config)
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [("server.secret", "`" * 40), ("clients/client.public", "#" * 40), ("client.public", "a" * 39)],

@@ -12,7 +12,15 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import CheckpointError, ConfigError, RequestError
 from thor_dflash.core.message_text import show, visible
 from thor_dflash.core.progress import Progress, amount
-from thor_dflash.package.tokenizer_files import TOKENIZER, tokenizer_files
+from thor_dflash.package.tokenizer_files import (
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    content,
+    generation_stops,
+    read_json,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
@@ -48,11 +56,24 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         print(f"no chat template in {args.target}: the package answers --tokens and no chat")
     if not manifest.stop_tokens:
         print(f"no eos_token_id in {args.target}: an answer ends at max_tokens, never before")
+    _print_further_stop(args.target, manifest)
     if manifest.skipped:
         named = ", ".join(manifest.skipped[:NAMED])
         more = len(manifest.skipped) - NAMED
         rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
         print(f"skipped tensors: {visible(named)}{rest}")
+
+
+def _print_further_stop(target: Path, manifest: Manifest) -> None:
+    """Say that the tokenizer's end of a turn ends an answer, if the generation config lacks it."""
+    stops = generation_stops(target)
+    further = [token for token in manifest.stop_tokens if token not in stops]
+    if stops and further:
+        name = content(read_json(target / TOKENIZER_CONFIG).get("eos_token"))
+        print(
+            f"an answer ends at {show(name)} ({further[0]}), the eos_token of {TOKENIZER_CONFIG}, "
+            f"too: {GENERATION_CONFIG} names only {', '.join(map(str, stops))}"
+        )
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:
