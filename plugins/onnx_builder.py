@@ -70,7 +70,7 @@ class FunctionBuilder:
         self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
         return name
 
-    def f32(self, value: float) -> str:
+    def f32(self, value: float | np.float32) -> str:
         """A float32 scalar."""
         return self.const(np.array(value, np.float32))
 
