@@ -280,6 +280,18 @@ class Driver(DriverCalls):
             self.cu.cuCtxSetCurrent(before)
             self.cu.cuThreadExchangeStreamCaptureMode(mode)
 
+    def copy_rows(
+        self, source: tuple[int, int], target: tuple[int, int], nbytes: int, count: int
+    ) -> None:
+        """Copy `count` pieces of `nbytes` within the device, in the order of the stream. Source and
+        target: the first piece's address, and the bytes from each to the next.
+        """
+        copy, device = self.cu.CUDA_MEMCPY2D(), self.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcMemoryType = copy.dstMemoryType = device
+        (copy.srcDevice, copy.srcPitch), (copy.dstDevice, copy.dstPitch) = source, target
+        copy.WidthInBytes, copy.Height = nbytes, count
+        self("cuMemcpy2DAsync", copy, self.stream)
+
     def synchronize(self) -> None:
         """Wait for all work on the stream."""
         self("cuStreamSynchronize", self.stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from thor_dflash.core.errors import ModelFault, TransactionError
 from thor_dflash.plugins.accept.record import Record
@@ -21,7 +22,6 @@ from thor_dflash.runtime.decoding.block import (
 )
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposer
-from thor_dflash.runtime.decoding.sequence_state import Snapshot
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.text.thinking import Marks
@@ -42,6 +42,18 @@ class TokenChunk:
     """Rows of the prefill step that read the last of those tokens."""
 
 
+class PromptStart(Protocol):
+    """Where a request begins: an empty state, or the state after the first tokens of its prompt."""
+
+    def begin(self) -> None:
+        """Put the state there: `length` tokens, at most all but the prompt's last."""
+        ...
+
+    def prefilled(self) -> None:
+        """Called after every prefill step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRequest:
     """One request, ready to run."""
@@ -56,8 +68,8 @@ class DecodeRequest:
     policies: tuple[Policy, ...]
     marks: Marks | None = None
     """Ids of the thinking marks, if the vocabulary has them."""
-    prefix: Snapshot | None = None
-    """State after the first tokens of the prompt, at most all but its last token."""
+    start: PromptStart | None = None
+    """None: an empty state."""
 
 
 def decode(
@@ -83,7 +95,12 @@ def decode(
 def _chunks(
     model: ModelRunner, request: DecodeRequest, progress: DecodeProgress, meter: RequestMeter
 ) -> Iterator[TokenChunk]:
-    begun = _begin(model, request)
+    if request.start:
+        request.start.begin()
+    else:
+        model.state.reset()
+    begun, meter.cached = model.state.begun, model.state.length
+    assert meter.cached < len(request.prompt), meter.cached
     for chunk in _prefill(model, request):
         yield chunk
         check_owner(model, begun)
@@ -116,15 +133,6 @@ def _chunks(
         check_owner(model, begun)
 
 
-def _begin(model: ModelRunner, request: DecodeRequest) -> int:
-    if request.prefix is None:
-        model.state.reset()
-    else:
-        assert request.prefix.length < len(request.prompt), request.prefix.length
-        model.state.restore(request.prefix)
-    return model.state.begun
-
-
 def check_owner(model: ModelRunner, begun: int) -> None:
     """Raise TransactionError if another sequence has begun since the one numbered `begun`."""
     if model.state.begun != begun:
@@ -139,6 +147,8 @@ def _prefill(model: ModelRunner, request: DecodeRequest) -> Iterator[TokenChunk]
     for start in range(model.state.length, len(prompt), model.chunk):
         part = prompt[start : start + model.chunk]
         model.prefill(part, observe=start + len(part) > first)
+        if request.start:
+            request.start.prefilled()
         rows = model.step_rows(len(part))
         yield TokenChunk((), prompt_done=model.state.length, prompt_rows=rows)
 

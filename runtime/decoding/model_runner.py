@@ -44,7 +44,9 @@ class ModelRunner:
         capacity: int,
         block: int,
         chunks: tuple[int, ...] = (),
+        reuse: int = 0,
     ) -> None:
+        """`reuse`: memory for the states of earlier turns, bytes."""
         self.engine = engine
         self.alone = RLock()
         """Held from the beginning of a step to its commit, and to close the engine: two threads may
@@ -82,6 +84,9 @@ class ModelRunner:
         self._values: dict[str, int | float | tuple[int, ...]] = {}
         """Values last written to some inputs; most do not change from one block to the next."""
         self._calls = {name: self._bind(name) for name in self.graphs}
+        self.reuse = reuse
+        if reuse:
+            engine.reserve(reuse)
         engine.prepare(list(self._calls.values()))
         if drafter:
             self.write_windows(0, 0)
@@ -183,6 +188,7 @@ class ModelRunner:
             size = self.step_rows(len(part))
             taps = self._inputs[_key(self.sized("observe_chunk", size), "taps")]
             self.engine.write(taps, part)
+            self.state.log.writing(start + done, size)
             self._set("length", start + done)
             self.engine.run([self.call("observe_chunk", size)])
         self.state.behind.clear()
@@ -193,7 +199,8 @@ class ModelRunner:
         padded = [*tokens, *[0] * (rows - len(tokens))]
         self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
         self._set("valid", len(tokens))
-        self._begin()
+        start = self.state.length
+        self._begin(rows)
         calls = [self.call("prefill", rows)]
         if observe and self.manifest.drafter:
             calls.append(self.call("observe_chunk", rows))
@@ -201,6 +208,8 @@ class ModelRunner:
         # Wait, so that a request can be cancelled within a chunk and the chunk's time is known.
         self.engine.read(self._inputs["valid"])
         self.state.advance(len(tokens))
+        if observe or not self.manifest.drafter:
+            self.state.log.prefilled(start, len(tokens))
 
     def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
         """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait; or
@@ -220,7 +229,7 @@ class ModelRunner:
 
         A mask is computed and written while the verify runs.
         """
-        self._begin()
+        self._begin(self.block)
         self._forced(block)
         self._bounds(block, stop)
         verify = (*before, self.call("verify"))
@@ -235,7 +244,7 @@ class ModelRunner:
 
     def verify(self) -> None:
         """Run verify alone, for scoring."""
-        self._begin()
+        self._begin(self.block)
         self.engine.run([self.call("verify")])
         self.state.verified(self.block)
 
@@ -243,8 +252,8 @@ class ModelRunner:
         """Read an output of the last step, "logits" or "taps"."""
         return self.engine.read(self._inputs[name])
 
-    def _begin(self) -> None:
-        self.state.begin()
+    def _begin(self, rows: int) -> None:
+        self.state.begin(rows)
         self._position()
 
     def _forced(self, block: Block) -> None:

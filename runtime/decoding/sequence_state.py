@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.plugins.contract import NEXT
+from thor_dflash.runtime.decoding.kv_log import KVLog
 from thor_dflash.runtime.engines.protocol import Engine, Graph, Tensor
 
 
@@ -59,12 +60,13 @@ class SequenceState:
         """Rows of the last verify that may still be committed."""
         self._open = False
         """A step began and has not ended."""
+        self.log = KVLog()
         self.begun = 0
         """Count of sequences begun. A sequence that finds it changed has lost the state to a later
         one."""
 
-    def begin(self) -> None:
-        """Mark that a step is about to run.
+    def begin(self, rows: int) -> None:
+        """Mark that a step is about to run, which writes `rows` from `length` on.
 
         Raises:
             TransactionError: the previous step failed half way, so tensors and counters disagree.
@@ -75,16 +77,22 @@ class SequenceState:
                 "(got a state whose last step failed)"
             )
         self._open = True
+        self.log.writing(self.length, rows)
 
     def reset(self) -> None:
         """Begin an empty sequence. Caches and rings are not cleared: nothing reads past length."""
-        self.length = self.accepted = self._verified = self.first = 0
-        self.behind = []
-        self._open = False
-        self.begun += 1
+        self.resume(0)
         for name, tensor in self.tensors.items():
             if name.startswith("gdn."):
                 self._engine.clear(tensor)
+
+    def resume(self, length: int) -> None:
+        """Begin a sequence of which the tensors hold the first `length` tokens, all prefilled."""
+        self.length, self.accepted, self._verified, self.first = length, 0, 0, 0
+        self.behind = []
+        self._open = False
+        self.begun += 1
+        self.log.forget()
 
     def verified(self, rows: int) -> None:
         """Note that a verify ran: it folded the accepted records, and `rows` may be committed."""
@@ -124,6 +132,8 @@ class SequenceState:
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, exactly as its sequence would have."""
         self.begun += 1  # first: also if a write fails, the earlier sequence has lost the state
+        self.log.forget()
+        self.log.writing(0, snapshot.length)
         for name, array in snapshot.arrays.items():
             self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0

@@ -53,6 +53,24 @@ class BlockNote:
     """Number of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What one request reused."""
+
+    boundary: Literal["", "prefix", "system", "user", "prompt"] = ""
+    """What it continued from: a pinned prefix, a boundary, or nothing."""
+    held: int = 0
+    """Prompt tokens that were not read."""
+    why: Literal["", "off", "first", "diverged", "evicted"] = "off"
+    """Why nothing was reused: reuse is off, no conversation is kept, none begins like the prompt,
+    or the one that did was evicted."""
+    swap_ms: float = 0.0
+    """Time of enqueuing copies before the first prefill step, ms."""
+
+
+NO_REUSE = ReuseReport()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReport:
     """Telemetry of one request."""
@@ -73,6 +91,7 @@ class RequestReport:
     """How its thinking ended; empty if it did not."""
     notes: tuple[BlockNote, ...]
     """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
+    reuse: ReuseReport = NO_REUSE
 
 
 @dataclass(slots=True)
@@ -83,7 +102,8 @@ class RequestMeter:
     busy: Mapping[str, float]
     """Engine seconds by graph when the request started."""
     cached: int = 0
-    """Prompt tokens that came from the prefix."""
+    """Prompt tokens that were not read."""
+    reuse: ReuseReport = NO_REUSE
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
@@ -193,5 +213,6 @@ class RequestMeter:
             ),
             phases=self.parts,
             close=self.close,
+            reuse=self.reuse,
             notes=tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

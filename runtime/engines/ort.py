@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from thor_dflash.core.progress import amount
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.plugins.contract import IN_PLACE
 from thor_dflash.runtime.engines.onnxruntime_import import ort
-from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor
+from thor_dflash.runtime.engines.protocol import Call, Graph, Rows, Tensor
 
 _ELEMENT = {
     "tensor(float)": DType.F32,
@@ -89,6 +89,7 @@ class OrtEngine:
     threads: int = 0
     """0: every core."""
     _graphs: dict[str, OrtGraph] = field(default_factory=dict[str, OrtGraph])
+    _reserved: Array = field(default_factory=lambda: np.empty(0, np.uint8))
 
     @property
     def device(self) -> str:
@@ -136,6 +137,10 @@ class OrtEngine:
                 "is free); lower engine.capacity"
             ) from e
 
+    def reserve(self, nbytes: int) -> None:
+        """See Engine."""
+        self._reserved = np.empty(nbytes, np.uint8)
+
     def prepare(self, calls: Sequence[Call]) -> None:
         """See Engine. Graphs and tensors of this engine are ready when they are made."""
 
@@ -161,6 +166,26 @@ class OrtEngine:
         """See Engine."""
         array = _ort(tensor).now.array
         return array[tuple(slice(n) for n in shape or array.shape)].copy()
+
+    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+        """See Engine."""
+        for place, rows in self._swapped(at, parts):
+            place[:] = rows
+
+    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+        """See Engine."""
+        for place, rows in self._swapped(at, parts):
+            rows[:] = place
+
+    def _swapped(self, at: int, parts: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
+        """The reserved memory of each part, viewed as the part's rows, and those rows."""
+        for part in parts:
+            rows = _ort(part.tensor).now.array
+            if part.stop:
+                rows = rows[:, part.start : part.stop]
+            place = self._reserved[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
+            yield place, rows
+            at += rows.nbytes
 
     def busy(self) -> Mapping[str, float]:
         """See Engine."""

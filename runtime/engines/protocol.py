@@ -50,6 +50,24 @@ class Call:
     outputs: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A tensor, or rows `start` to `stop` of the second axis of one [heads, rows, width]."""
+
+    tensor: Tensor
+    start: int = 0
+    stop: int = 0
+    """0: the whole tensor, of any shape."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        whole = self.tensor.spec.nbytes({})
+        if not self.stop:
+            return whole
+        return whole // self.tensor.spec.at({})[1] * (self.stop - self.start)
+
+
 class Engine(Protocol):
     """Work runs in call order on one stream. All methods but `read` and `busy` return without
     waiting for it.
@@ -70,6 +88,10 @@ class Engine(Protocol):
 
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
         """Return a zeroed tensor, kept until close. Usable once `prepare` has returned."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Count memory for state that is swapped out. Called at most once, before `prepare`."""
         ...
 
     def prepare(self, calls: Sequence[Call]) -> None:
@@ -97,6 +119,14 @@ class Engine(Protocol):
 
     def clear(self, tensor: Tensor) -> None:
         """Zero a tensor."""
+        ...
+
+    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+        """Copy parts into the reserved memory, one after the other from byte `at`."""
+        ...
+
+    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+        """Copy back what `swap_out` copied from the same parts to byte `at`."""
         ...
 
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:

@@ -29,6 +29,7 @@ from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
+from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
 
@@ -53,6 +54,8 @@ class Request:
     """None: strict acceptance."""
     gate: bool = False
     draft: DraftConfig = NO_DRAFT_LIMITS
+    talk: Conversation = NO_CONVERSATION
+    """Where later prompts may continue this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class Admitted:
     grammar: Grammar | None = None
     thinks: bool = False
     """Whether the prompt ends inside a thinking block."""
+    talk: Conversation = NO_CONVERSATION
 
     def with_budget(self, tokens: int) -> Admitted:
         """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""
@@ -137,6 +141,7 @@ class Admission:
             relaxed=relaxed,
             grammar=request.grammar,
             thinks=thinks,
+            talk=request.talk,
         )
 
     def _marks(self, what: str) -> Marks:

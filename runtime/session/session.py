@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.session.admission import Admission, Admitted, Request, check_request
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
+from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
@@ -50,6 +51,8 @@ class Session:
         """Values that `model.chunk` may be set to before the first request, in rows."""
         self.prefixes = PrefixCache(model)
         """Stored states that requests continue from. The longest one matching a prompt is used."""
+        self.turns = TurnCache(model)
+        """States of earlier prompts that requests continue from, kept automatically."""
         self._grammars: Grammars | None = None
         self._admission = Admission(model, tokenizer)
         self._report: RequestReport | None = None
@@ -90,6 +93,11 @@ class Session:
         """
         return self._admission.admit(request)
 
+    def held(self, prompt: Sequence[int], scope: str = "") -> int:
+        """Tokens of a prompt that a request of this scope would not read now. Thread-safe."""
+        prefix = self.prefixes.find(prompt)
+        return max(self.turns.held(prompt, scope), prefix.held if prefix else 0)
+
     def generate(self, request: Request | Admitted) -> Iterator[TokenChunk]:
         """Answer one request, which is admitted first unless it has been. Close the iterator to
         cancel.
@@ -115,10 +123,16 @@ class Session:
             max_answer=request.max_answer or request.max_tokens,
             stop=stop,
             proposer=proposer,
+            talk=request.talk,
         )
         return self._answer(admitted, (*policies, *admitted.policies()))
 
     def _answer(self, admitted: Admitted, policies: tuple[Policy, ...]) -> Iterator[TokenChunk]:
+        model = self.model
+        rows = len(admitted.prompt) + admitted.max_tokens + max(model.block, model.chunk)
+        # Now, not at the first step: the prefix stays reachable if it is dropped meanwhile.
+        prefix = self.prefixes.use(admitted.prompt)
+        start = TurnStart(self.turns, admitted.prompt, rows, admitted.talk, prefix)
         request = DecodeRequest(
             prompt=admitted.prompt,
             max_tokens=admitted.max_tokens,
@@ -127,16 +141,14 @@ class Session:
             proposer=admitted.proposer,
             policies=policies,
             marks=self.tokenizer.marks if self.tokenizer else None,
-            # Now, not at the first step: the state stays reachable if the prefix is dropped.
-            prefix=self.prefixes.use(admitted.prompt),
+            start=start,
         )
-        return self._chunks(request)
+        return self._chunks(request, start)
 
-    def _chunks(self, request: DecodeRequest) -> Iterator[TokenChunk]:
+    def _chunks(self, request: DecodeRequest, start: TurnStart) -> Iterator[TokenChunk]:
         engine, self._report = self.model.engine, None
-        cached = request.prefix.length if request.prefix else 0
         with self.model.alone:
-            meter = RequestMeter(self.model.block, engine.busy(), cached)
+            meter = RequestMeter(self.model.block, engine.busy())
         progress, finish = DecodeProgress(request.prompt, request.marks), "cancelled"
         emitted = 0
         try:
@@ -148,7 +160,7 @@ class Session:
             finish = "error"
             raise
         finally:
-            busy = self._busy()
+            busy, meter.reuse = self._busy(), start.report
             self._report = meter.report(finish, progress, emitted, busy)
 
     def _busy(self) -> Mapping[str, float] | None:
@@ -181,9 +193,15 @@ class Session:
 
 
 def open_session(
-    package: Path, config: EngineConfig, progress: Reporter, *, choose: bool = False
+    package: Path,
+    config: EngineConfig,
+    progress: Reporter,
+    *,
+    choose: bool = False,
+    reuse: int = 0,
 ) -> Session:
     """Check a package and load it, with every prefill step size up to the one that `config` names.
+    `reuse` is the memory for the states of earlier turns, bytes, without which none are kept.
     With `choose`, if `config` names none, all sizes are loaded and the caller sets `model.chunk`
     before the first request.
 
@@ -206,7 +224,7 @@ def open_session(
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
                 with progress.task("loading graphs"):
-                    model = ModelRunner(engine, found, capacity, block, sizes)
+                    model = ModelRunner(engine, found, capacity, block, sizes, reuse)
             if package_manifest.read(package) != found:
                 # What was loaded may be of either: files were opened one by one, by their names.
                 raise PackageError(

@@ -50,6 +50,7 @@ def session(
     kv: Literal["f32", "bf16", "fp8"] = "f32",
     layers: int = 0,
     draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
+    reuse: int = 0,
 ) -> Session:
     """Returns a session over a model of random weights, the same one for the same arguments.
     `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES.
@@ -72,7 +73,7 @@ def session(
     build(
         root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()
     )
-    return open_session(root / "package", EngineConfig(threads=1), Silent())
+    return open_session(root / "package", EngineConfig(threads=1), Silent(), reuse=reuse)
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 240) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.runtime.engines.cuda.arena import Arena, kind
-from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor, DoubleBuffer
+from thor_dflash.runtime.engines.cuda.binding import BoundCall, CudaTensor, DoubleBuffer, cuda
 from thor_dflash.runtime.engines.cuda.graph_capture import CapturedReadback, HostCopy
 from thor_dflash.runtime.engines.cuda.host_writes import (
     RING,
@@ -26,6 +26,7 @@ from thor_dflash.runtime.engines.cuda.host_writes import (
     StagingRing,
     corners,
 )
+from thor_dflash.runtime.engines.protocol import Rows
 
 WORD = 8
 """Bytes of a double buffer's word in the control page: an int64."""
@@ -43,6 +44,8 @@ class DeviceTensors:
         self.arena = Arena()
         self.all: list[CudaTensor] = []
         self._slot = slot
+        self._reserved = 0
+        self._reserved_at = 0
         self._buffers: dict[DoubleBuffer, None] = {}
 
     def empty(self, spec: TensorSpec, dims: Dims) -> CudaTensor:
@@ -53,6 +56,10 @@ class DeviceTensors:
         return tensor
 
     # ---- memory --------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> None:
+        """See Engine."""
+        self._reserved = nbytes
 
     def assign_buffers(self, bound: Sequence[tuple[BoundCall, Collection[str]]]) -> None:
         """Give a tensor a second place if a call reads and updates it but cannot do so in place.
@@ -96,6 +103,8 @@ class DeviceTensors:
                     size = tensor.spec.nbytes({})
                     tensor.places.append(self.arena.take(kind(tensor.spec.name), size))
             buffer.distance = tensors[0].places[1] - tensors[0].places[0]
+        if self._reserved:
+            self._reserved_at = self.arena.take("reuse", self._reserved)
         return self.arena.take("rows", self._lay_out(small, list(double) if self.indirect else []))
 
     def _lay_out(self, small: Sequence[CudaTensor], buffers: Sequence[DoubleBuffer]) -> int:
@@ -127,6 +136,7 @@ class DeviceTensors:
         base = self.arena.base = self.driver.allocate(self.arena.nbytes)
         self.driver("cuMemsetD8", base, 0, self.arena.nbytes)
         self._page_at = base + page
+        self._reserved_at += base
         for tensor in self.all:
             if tensor.control >= 0:
                 tensor.places = [self._page_at + tensor.control]
@@ -195,6 +205,29 @@ class DeviceTensors:
                 driver.synchronize()
                 part[:] = self._back.bytes[: len(part)]
         return out
+
+    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+        """See Engine."""
+        self._swap(at, parts, back=False)
+
+    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+        """See Engine."""
+        self._swap(at, parts, back=True)
+
+    def _swap(self, at: int, parts: Sequence[Rows], *, back: bool) -> None:
+        self.driver.enter()
+        self.flush()
+        place, end = self._reserved_at + at, self._reserved_at + self._reserved
+        for part in parts:
+            tensor, size = cuda(part.tensor), part.nbytes
+            assert place + size <= end, (part, at)
+            heads, count = (tensor.spec.at({})[0], part.stop - part.start) if part.stop else (1, 1)
+            pitch, piece = tensor.spec.nbytes({}) // heads, size // heads
+            live = tensor.now + piece // count * part.start, pitch
+            stored = place, piece
+            source, target = (stored, live) if back else (live, stored)
+            self.driver.copy_rows(source, target, piece, heads)
+            place += size
 
     def read_early(self, tensor: CudaTensor, readback: CapturedReadback) -> Array:
         """Wait for a readback, then return a tensor from it."""

@@ -80,7 +80,8 @@ class TensorRTEngine:
         self.package = package
         self.tensors = DeviceTensors(self.driver, ALIGNMENT)
         self.replay = GraphReplay(self.tensors, self._resolve, graphs=config.graphs)
-        self.empty = self.tensors.empty
+        self.empty, self.reserve = self.tensors.empty, self.tensors.reserve
+        self.swap_out, self.swap_in = self.tensors.swap_out, self.tensors.swap_in
         self.run, self.busy = self.replay.run, self.replay.busy
         self.write, self.clear, self.read = (
             self.replay.write,

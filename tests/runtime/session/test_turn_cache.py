@@ -1,0 +1,218 @@
+"""The law of reuse: a turn that continues from what earlier ones left gives, bit for bit, what it
+gives in an empty session: tokens, drafts, cycles, and every byte of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from support.loop_models import answer, prompt, session
+
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.prefix_cache import PrefixCache
+from thor_dflash.runtime.session.turn_cache import Boundary, Conversation, TurnCache
+
+CHUNK = 32
+MEMORY = 4 << 20
+
+
+@pytest.fixture
+def s() -> Iterator[Session]:
+    """A session that keeps turns; those that a test adds are forgotten."""
+    found = session(reuse=MEMORY)
+    forget(found)
+    yield found
+    forget(found)
+
+
+def forget(s: Session) -> None:
+    s.prefixes = PrefixCache(s.model)
+    s.turns = TurnCache(s.model)
+    s.model.state.log.chunks.clear()
+
+
+def turn(*parts: tuple[int, ...], name: str = "", scope: str = "") -> Request:
+    """A request of these parts: the system turn, users' turns, and the end of the prompt."""
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    kinds: list[Boundary] = ["user" for _ in parts]
+    kinds[0], kinds[-1] = "system", "prompt"
+    talk = Conversation(boundaries=tuple(zip(ends, kinds, strict=True)), scope=scope, session=name)
+    return Request(prompt=tuple(t for part in parts for t in part), max_tokens=6, talk=talk)
+
+
+def state(s: Session, request: Request) -> dict[str, bytes]:
+    """Every byte of state that later steps can read, when the prefill has ended."""
+    answers = s.run(request, DflashDrafter())
+    while next(answers).prompt_done < len(request.prompt) - 1:
+        pass
+    answers.close()
+    return {name: array.tobytes() for name, array in s.model.state.snapshot().arrays.items()}
+
+
+def same(s: Session, request: Request, proposer: Proposer | None = None) -> int:
+    """Check a request against an empty session; return the tokens it reused."""
+    proposer, empty = proposer or DflashDrafter(), session()
+    held = s.held(request.prompt, request.talk.scope)
+    tokens, want = answer(s, request, proposer), answer(empty, request, proposer)
+    got, plain = s.report(), empty.report()
+    assert tokens == want
+    assert got.spec == plain.spec
+    assert got.usage.cached_tokens == got.reuse.held == held
+    return held
+
+
+SYSTEM, USER, CALL, RESULT, MORE = (
+    prompt(length, seed) for seed, length in enumerate((70, 40, 9, 60, 33))
+)
+
+
+def test_a_tool_loop_reads_only_its_new_chunks(s: Session) -> None:
+    one = turn(SYSTEM, USER)
+    assert same(s, one) == 0
+    assert s.report().reuse.why == "first"
+    two = turn(SYSTEM, USER, CALL, RESULT)
+    assert same(s, two) == 96, "110 tokens are three whole chunks"
+    assert s.report().reuse.boundary == "prompt"
+    three = turn(SYSTEM, USER, CALL, RESULT, CALL, MORE)
+    assert same(s, three) == 160, "179 tokens are five whole chunks"
+    other = turn(SYSTEM, MORE)
+    assert same(s, other) == 64
+    assert s.report().reuse.boundary == "system"
+    assert s.turns.totals.swapped_out > 0
+
+
+def test_the_state_is_that_of_an_empty_session(s: Session) -> None:
+    first = turn(SYSTEM, USER)
+    second = turn(SYSTEM, USER, CALL, RESULT, MORE)
+    answer(s, first, DflashDrafter())
+    assert state(s, second) == state(session(), second)
+    assert s.report().reuse.held == 96
+
+
+def test_two_conversations_interleaved(s: Session) -> None:
+    """Their caches take the same rows: what the other one needs is swapped out and in again."""
+    histories = [list(prompt(90, 20 + i)) for i in range(2)]
+    for step in range(4):
+        for i, history in enumerate(histories):
+            request = turn(tuple(history), name=f"robot {i}")
+            held = same(s, request)
+            assert held == (len(history) - 50) // CHUNK * CHUNK * (step > 0)
+            history += prompt(50, 100 + 10 * step + i)
+    assert s.turns.totals.swapped_in > 0
+
+
+def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
+    """A longer prompt is kept; a shorter one's answer then repeats its ids by verify steps, which
+    leave other bits."""
+    begin = turn(prompt(64, 7))
+    written = tuple(answer(session(), replace(begin, max_tokens=70), DflashDrafter()))
+    assert same(s, begin) == 0
+    long = turn((*begin.prompt, *written))
+    assert same(s, long) == 32
+    assert s.held((*long.prompt, 1, 2)) == 128
+    assert same(s, replace(begin, max_tokens=70)) == 32
+    after = turn((*begin.prompt, *written), prompt(40, 8))
+    assert same(s, after) == 128, "the chunk that the answer overwrote was swapped out before"
+    assert s.turns.totals.swapped_in > 0
+
+
+def test_the_same_rows_of_another_beginning_are_not_reused(s: Session) -> None:
+    tail = prompt(64, 31)
+    one, other = (turn(prompt(64, seed), tail, CALL) for seed in (1, 2))
+    short = turn(prompt(64, 1), (5,))
+    for request in (one, other, short, one):
+        same(s, request)
+    assert state(s, one) == state(session(), one)
+
+
+def test_scopes_share_nothing(s: Session) -> None:
+    a, b = (turn(SYSTEM, USER, scope=scope) for scope in "ab")
+    same(s, a)
+    assert same(s, b) == 0
+    assert s.report().reuse.why == "diverged"
+    assert same(s, a) == 96
+
+
+def test_a_plain_request_uses_but_does_not_spoil(s: Session) -> None:
+    first = turn(SYSTEM, USER)
+    second = turn(SYSTEM, USER, RESULT)
+    same(s, first)
+    assert same(s, second, NoDrafter()) == 96
+    assert same(s, second) == 96, "the plain request left the drafter without its rows"
+    assert same(s, turn(SYSTEM, USER, RESULT, MORE)) == 160
+
+
+def test_a_cancelled_prefill_and_a_pinned_prefix(s: Session) -> None:
+    long = turn(SYSTEM, USER, RESULT, MORE, RESULT)
+    answers = s.run(long, DflashDrafter())
+    while next(answers).prompt_done < 96:
+        pass
+    answers.close()
+    assert same(s, turn(SYSTEM, CALL)) == 64
+    s.prefixes.put("skills", (*SYSTEM, *USER, *RESULT))
+    assert same(s, long) == 160
+    assert s.report().reuse.boundary == "prefix"
+    assert same(s, replace(long, prompt=(*long.prompt, *MORE))) == 256
+
+
+def test_memory_is_bounded_and_the_oldest_conversation_goes_first(s: Session) -> None:
+    pages = s.turns.layout()
+    del pages.free[9:]
+    for i in range(12):
+        same(s, turn(prompt(100, 200 + i), name=f"r{i}"))
+    assert s.turns.totals.evicted > 0
+    assert same(s, turn(prompt(100, 211), MORE, name="r11")) == 96
+    assert same(s, turn(prompt(100, 200), MORE, name="r0")) == 0
+    assert s.report().reuse.why == "evicted"
+    for i in range(12):
+        s.turns.drop(f"r{i}", "")
+    assert len(s.turns) == 0
+    assert sorted(pages.free) == list(range(9))
+
+
+def test_what_lies_past_the_held_rows_does_not_matter(s: Session) -> None:
+    """Rows of the live caches that the log does not know are never read."""
+    first = turn(SYSTEM, USER)
+    same(s, first)
+    model = s.model
+    for tensor in s.turns.layout().caches:
+        values = model.engine.read(tensor)
+        values[:, 96:] = np.nan
+        model.engine.write(tensor, values)
+    assert same(s, turn(SYSTEM, USER, RESULT)) == 96
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
+)
+def test_any_conversations(s: Session, seed: int) -> None:
+    """Appended turns, edits in the middle, regenerated answers that repeat older prompts, other
+    speakers, plain requests and cancelled ones, in any order and with little memory."""
+    random = Random(seed)
+    s.turns.layout().free[12:] = []  # a few pages, so that much is evicted
+    texts = [[prompt(random.randint(20, 80), 50 + i)] for i in range(3)]
+    reused = 0
+    for step in range(14):
+        who = random.randrange(3)
+        parts = texts[who]
+        if random.random() < 0.3 and len(parts) > 1:
+            del parts[random.randrange(1, len(parts)) :]
+        length = random.randint(1, 70)
+        if sum(map(len, parts)) + length > 400:
+            del parts[1:]
+        parts.append(prompt(length, 300 + random.randrange(6)))
+        request = turn(*parts, name=random.choice(["", f"r{who}"]))
+        proposer = NoDrafter() if random.random() < 0.15 else DflashDrafter()
+        if random.random() < 0.2:
+            answers = s.run(request, proposer)
+            next(answers)
+            answers.close()
+        reused += same(s, request, proposer) > 0
+        if step % 4 == 0:
+            assert state(s, request) == state(session(), request)
+    assert reused > 3
