@@ -21,7 +21,7 @@ from thor_dflash.core.progress import amount
 from thor_dflash.core.tensors import Array, Dims, DType, TensorSpec
 from thor_dflash.plugins.contract import IN_PLACE
 from thor_dflash.runtime.engines.onnxruntime_import import ort
-from thor_dflash.runtime.engines.protocol import Call, Graph, Rows, Tensor
+from thor_dflash.runtime.engines.protocol import Call, Graph, Tensor, TensorRows
 
 _ELEMENT = {
     "tensor(float)": DType.F32,
@@ -167,17 +167,17 @@ class OrtEngine:
         array = _ort(tensor).now.array
         return array[tuple(slice(n) for n in shape or array.shape)].copy()
 
-    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
         """See Engine."""
         for place, rows in self._swapped(at, parts):
             place[:] = rows
 
-    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
         """See Engine."""
         for place, rows in self._swapped(at, parts):
             rows[:] = place
 
-    def _swapped(self, at: int, parts: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
+    def _swapped(self, at: int, parts: Sequence[TensorRows]) -> Iterator[tuple[Array, Array]]:
         """The reserved memory of each part, viewed as the part's rows, and those rows."""
         for part in parts:
             rows = _ort(part.tensor).now.array

@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """A tensor, or rows `start` to `stop` of the second axis of one [heads, rows, width]."""
 
     tensor: Tensor
@@ -121,11 +121,11 @@ class Engine(Protocol):
         """Zero a tensor."""
         ...
 
-    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
         """Copy parts into the reserved memory, one after the other from byte `at`."""
         ...
 
-    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
         """Copy back what `swap_out` copied from the same parts to byte `at`."""
         ...
 

@@ -23,7 +23,7 @@ from thor_dflash.runtime.decoding.kv_log import Digest, chunk_digests
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
-from thor_dflash.runtime.engines.protocol import Rows, Tensor
+from thor_dflash.runtime.engines.protocol import Tensor, TensorRows
 from thor_dflash.runtime.session.prefix_cache import cached_length
 
 Boundary = Literal["system", "user", "prompt"]
@@ -290,7 +290,7 @@ class TurnStart:
     cache: TurnCache
     prompt: tuple[int, ...]
     rows: int
-    """Rows of the caches that the request may write."""
+    """TensorRows of the caches that the request may write."""
     talk: Conversation
     prefix: Snapshot | None
     report: ReuseReport = NO_REUSE
@@ -336,7 +336,7 @@ class Pages:
     """[heads, rows, width] each, rows by position."""
     cache_bytes: int
     """Bytes of one chunk of all of them."""
-    light: tuple[tuple[Rows, ...], ...]
+    light: tuple[tuple[TensorRows, ...], ...]
     """The tensors of a light state, page by page."""
     light_bytes: int
 
@@ -346,15 +346,15 @@ class Pages:
         layers = model.manifest.drafter.layers if model.manifest.drafter else ()
         full = tuple(f"drafter.{i}." for i, layer in enumerate(layers) if not layer.window)
         caches: list[Tensor] = []
-        light: list[Rows] = []
+        light: list[TensorRows] = []
         for name, tensor in model.state.tensors.items():
             if name.startswith(("attention.", *full)):
                 caches.append(tensor)
             elif not is_record(name):
-                light.append(Rows(tensor))
-        cache_bytes = sum(Rows(tensor, 0, model.chunk).nbytes for tensor in caches)
+                light.append(TensorRows(tensor))
+        cache_bytes = sum(TensorRows(tensor, 0, model.chunk).nbytes for tensor in caches)
         nbytes = max([cache_bytes, *(rows.nbytes for rows in light)])
-        packed: list[list[Rows]] = []
+        packed: list[list[TensorRows]] = []
         for rows in sorted(light, key=lambda rows: -rows.nbytes):
             fits = (page for page in packed if _size(page) + rows.nbytes <= nbytes)
             if (page := next(fits, None)) is not None:
@@ -372,10 +372,10 @@ class Pages:
             light_bytes=_size(light),
         )
 
-    def chunk_rows(self, index: int, chunk: int) -> list[Rows]:
+    def chunk_rows(self, index: int, chunk: int) -> list[TensorRows]:
         """The rows of one chunk of every cache."""
-        return [Rows(tensor, index * chunk, (index + 1) * chunk) for tensor in self.caches]
+        return [TensorRows(tensor, index * chunk, (index + 1) * chunk) for tensor in self.caches]
 
 
-def _size(parts: Sequence[Rows]) -> int:
+def _size(parts: Sequence[TensorRows]) -> int:
     return sum(rows.nbytes for rows in parts)

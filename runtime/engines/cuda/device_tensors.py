@@ -26,7 +26,7 @@ from thor_dflash.runtime.engines.cuda.host_writes import (
     StagingRing,
     corners,
 )
-from thor_dflash.runtime.engines.protocol import Rows
+from thor_dflash.runtime.engines.protocol import TensorRows
 
 WORD = 8
 """Bytes of a double buffer's word in the control page: an int64."""
@@ -206,15 +206,15 @@ class DeviceTensors:
                 part[:] = self._back.bytes[: len(part)]
         return out
 
-    def swap_out(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
         """See Engine."""
         self._swap(at, parts, back=False)
 
-    def swap_in(self, at: int, parts: Sequence[Rows]) -> None:
+    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
         """See Engine."""
         self._swap(at, parts, back=True)
 
-    def _swap(self, at: int, parts: Sequence[Rows], *, back: bool) -> None:
+    def _swap(self, at: int, parts: Sequence[TensorRows], *, back: bool) -> None:
         self.driver.enter()
         self.flush()
         place, end = self._reserved_at + at, self._reserved_at + self._reserved
