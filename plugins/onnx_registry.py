@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from thor_dflash.plugins.accept.onnx_body import body as accept
 from thor_dflash.plugins.context_kv.onnx_body import body as context_kv
 from thor_dflash.plugins.draft_attention.onnx_body import body as draft_attention
+from thor_dflash.plugins.draft_conv.onnx_body import body as draft_conv
 from thor_dflash.plugins.gdn.onnx_body import body as gdn
 from thor_dflash.plugins.head.onnx_body import body as head
 from thor_dflash.plugins.linear.onnx_body import body as linear
 from thor_dflash.plugins.onnx_builder import BodyMaker
+from thor_dflash.plugins.selector.onnx_body import body as selector
 from thor_dflash.plugins.verify_attention.onnx_body import body as verify_attention
 
 BODIES: Mapping[str, BodyMaker] = {
@@ -18,7 +20,9 @@ BODIES: Mapping[str, BodyMaker] = {
     "gdn": gdn,
     "verify_attention": verify_attention,
     "draft_attention": draft_attention,
+    "draft_conv": draft_conv,
     "context_kv": context_kv,
     "head": head,
+    "selector": selector,
     "accept": accept,
 }

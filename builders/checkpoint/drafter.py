@@ -1,4 +1,4 @@
-"""Reads a DFlash drafter's checkpoint, and checks whether it fits a target."""
+"""Reads a DFlash or DFlash2 drafter's checkpoint, and checks whether it fits a target."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 
 
 def drafter_layout(dims: DrafterDims) -> ExpectedTensors:
-    """Return the tensors of a drafter: 58 for the 27B's."""
+    """Return the tensors of a drafter: 58 for the 27B's, 81 with DFlash2."""
     a, hidden = dims.attention, dims.hidden
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     matrices = {"fc": (hidden, len(dims.taps) * hidden)}
@@ -79,6 +79,16 @@ def drafter_layout(dims: DrafterDims) -> ExpectedTensors:
             f"{layer}.input_layernorm.weight": (hidden,),
             f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
+        if (conv := dims.conv) is not None:
+            kernels = 2 * conv.taps * (hidden // conv.group)
+            for stem in (f"{layer}.attention_conv", f"{layer}.mlp_conv"):
+                matrices[f"{stem}.kernel_projection"] = (kernels, hidden)
+                tensors[f"{stem}.base_kernel"] = (2, conv.taps, hidden)
+    if dims.selector is not None:
+        rank, stem = dims.selector.rank, "candidate_selector"
+        matrices[f"{stem}.hidden_projection"] = (rank, hidden)
+        for name in ("predecessor", "successor"):
+            tensors[f"{stem}.{name}_codebook"] = (dims.vocab, rank)
     return ExpectedTensors(matrices, tensors)
 
 

@@ -1,4 +1,4 @@
-"""Reads the sizes from a DFlash drafter's config.json. Unknown keys are refused by name.
+"""Reads the sizes from a DFlash or DFlash2 drafter's config.json. Unknown keys are refused by name.
 
 With a misread drafter decoding is still lossless, only slow, so no later check would notice.
 """
@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from thor_dflash.builders.checkpoint.attention_config import ROPE, attention_dims
 from thor_dflash.builders.checkpoint.json_fields import Fields
-from thor_dflash.core.model_dims import DrafterDims, DraftLayerDims
+from thor_dflash.core.model_dims import (
+    DraftConvDims,
+    DrafterDims,
+    DraftLayerDims,
+    SelectorDims,
+)
 from thor_dflash.core.strict_records import as_list
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, SECOND = "DFlashDraftModel", "DFlash2DraftModel"
+EXTENSIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys that DFlash2 has, all of them, and DFlash has not."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 WIDEST = 2**30
 """Widest window, tokens; a wider one is the same."""
@@ -43,7 +50,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 def drafter_dims(root: Fields) -> DrafterDims:
     """Return the sizes in a drafter's config.json."""
     flash = root.section("dflash_config") if root.given("dflash_config") else Fields(root.where, {})
-    _check_architecture(root)
+    second = _check_architecture(root, flash)
     if root.text("hidden_act") != "silu":
         raise root.wrong("hidden_act", "silu")
     root.expect("attention_bias", False)
@@ -51,9 +58,10 @@ def drafter_dims(root: Fields) -> DrafterDims:
         # Only some implementations of Qwen3 obey this key, so a factor below 1 is ambiguous.
         place.expect("partial_rotary_factor", 1.0, 1)
     block = _either(root, flash, "block_size").integer("block_size", 2)
+    hidden = root.integer("hidden_size")
     dims = DrafterDims(
         vocab=root.integer("vocab_size"),
-        hidden=root.integer("hidden_size"),
+        hidden=hidden,
         intermediate=root.integer("intermediate_size"),
         layers=_layers(root, flash, block),
         attention=attention_dims(root, _head_dim(root), share=1.0),
@@ -63,17 +71,56 @@ def drafter_dims(root: Fields) -> DrafterDims:
         mask_token=_either(root, flash, "mask_token_id").integer("mask_token_id", 0),
         target_layers=_target_layers(root, flash),
         max_position=root.integer("max_position_embeddings"),
+        conv=_conv(root, flash, hidden) if second else None,
+        selector=_selector(root, flash) if second else None,
     )
     for place in (root, flash):
         _check_keys(place)
     return dims
 
 
-def _check_architecture(root: Fields) -> None:
-    if root.given("architectures"):
-        root.words("architectures", (ARCHITECTURE,))
+def _check_architecture(root: Fields, flash: Fields) -> bool:
+    """Return whether it is a DFlash2 drafter. Its additions must not be ignored, nor missing: a
+    drafter without them still drafts, only worse.
+    """
     if root.text("model_type") != "qwen3":
         raise root.wrong("model_type", "qwen3")
+    names = root.words("architectures", (ARCHITECTURE, SECOND)) if root.given("architectures") else ()
+    for place in (root, flash):
+        for key in EXTENSIONS:
+            if place.given(key) and SECOND not in names:
+                raise root.wrong("architectures", f'["{SECOND}"] where {key} is given')
+    if SECOND in names and ARCHITECTURE in names:
+        raise root.wrong("architectures", f"{ARCHITECTURE} or {SECOND}, not both")
+    return SECOND in names
+
+
+def _conv(root: Fields, flash: Fields, hidden: int) -> DraftConvDims:
+    taps = _either(root, flash, "conv_kernel_size").integer("conv_kernel_size", 2)
+    place = _either(root, flash, "conv_group_size")
+    group = place.integer("conv_group_size")
+    if hidden % group:
+        raise place.wrong("conv_group_size", f"a divisor of hidden_size {hidden}")
+    return DraftConvDims(taps=taps, group=group)
+
+
+def _selector(root: Fields, flash: Fields) -> SelectorDims:
+    def place(key: str) -> Fields:
+        return _either(root, flash, key)
+
+    scale, cap = "output_multiplier", "final_logit_softcapping"
+    return SelectorDims(
+        rank=place("selector_rank").integer("selector_rank"),
+        top_k=place("selector_top_k").integer("selector_top_k"),
+        multiplier=place(scale).number(scale) if place(scale).given(scale) else 1.0,
+        softcap=_softcap(place(cap), cap),
+    )
+
+
+def _softcap(place: Fields, key: str) -> float:
+    """Return the bound; 0 and null mean none."""
+    off = not place.given(key) or place.values[key] in (0, 0.0)
+    return 0.0 if off else place.number(key)
 
 
 def _check_keys(fields: Fields) -> None:

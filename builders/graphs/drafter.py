@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
+from thor_dflash.builders.graphs.common_layers import embed, project
+from thor_dflash.builders.graphs.draft_sublayers import enter, leave
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
 from thor_dflash.builders.graphs.target import GraphOptions
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
-from thor_dflash.core.model_dims import DrafterDims
+from thor_dflash.core.model_dims import DrafterDims, SelectorDims
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD
+from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, SELECTOR
 from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
@@ -46,18 +47,17 @@ class DrafterGraphs:
         x = embed(g, self._target, ids, self._shape.activations)
         for i in range(len(self._dims.layers)):
             x = self._attention(g, i, x)
-            x = mlp(g, self._source, f"layers.{i}", x, self._norm)
-        best = g.operator(
+            x = self._mlp(g, i, x)
+        head = g.operator(
             HEAD,
             "head",
-            {
-                "x": x,
-                "norm_weight": self._source.plain(g, "norm.weight"),
-                **self._head(g),
-            },
-            {"vocab": 0 if self._draft_ids is not None else self._shape.vocab, **self._norm},
-        )["best"]
-        g.output(self._compose(g, last, best))
+            {"x": x, "norm_weight": self._source.plain(g, "norm.weight"), **self._head(g)},
+            {"vocab": self._limit, **self._norm},
+        )
+        if self._dims.selector is None:
+            g.output(self._compose(g, last, head["best"]))
+        else:
+            g.output(self._select(g, self._dims.selector, x, head["logits"], last))
         return g
 
     def observe(self, name: str, rows: int) -> GraphBuilder:
@@ -95,15 +95,22 @@ class DrafterGraphs:
             g.output(value)
         return g
 
+    @property
+    def _limit(self) -> int:
+        """Columns of the head below which ids may be proposed; 0 for all."""
+        return 0 if self._draft_ids is not None else self._shape.vocab
+
     def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         source, layer = self._source, f"layers.{i}.self_attn"
+        norm, conv = f"layers.{i}.input_layernorm", f"layers.{i}.attention_conv"
+        own = enter(g, source, conv, x, norm, self._norm, self._dims.conv)
         q, k, v = project(
             g,
             f"{source.prefix}{layer}.qkv",
-            x,
+            own.rows,
             [source.packed(f"{layer}.{n}_proj") for n in "qkv"],
-            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
-            self._norm,
+            own.ports,
+            own.attributes,
         )
         o = g.operator(
             DRAFT_ATTENTION,
@@ -126,7 +133,21 @@ class DrafterGraphs:
                 **self._heads(),
             },
         )["o"]
-        return residual(g, source, f"{layer}.o_proj", o, x)
+        return leave(g, source, own, f"{layer}.o_proj", o)
+
+    def _mlp(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
+        source, layer = self._source, f"layers.{i}.mlp"
+        norm, conv = f"layers.{i}.post_attention_layernorm", f"layers.{i}.mlp_conv"
+        own = enter(g, source, conv, x, norm, self._norm, self._dims.conv)
+        [h] = project(
+            g,
+            f"{source.prefix}{layer}.gate_up",
+            own.rows,
+            [source.packed(f"{layer}.{part}_proj") for part in ("gate", "up")],
+            own.ports,
+            {"epilogue": "swiglu", **own.attributes},
+        )
+        return leave(g, source, own, f"{layer}.down_proj", h)
 
     def _heads(self) -> dict[str, Attribute]:
         a = self._dims.attention
@@ -153,6 +174,42 @@ class DrafterGraphs:
             return self._target.head(self._tied).values(g, 0)
         rows = self._target.packed("lm_head", ids, "draft").values(g, 0)
         return {**rows, "id_map": g.constant("draft_ids", ids)}
+
+    def _select(
+        self, g: GraphBuilder, dims: SelectorDims, x: GraphValue, logits: GraphValue, last: GraphValue
+    ) -> GraphValue:
+        """[last, drafts]: each the best candidate after the one before it."""
+        source, stem, rows = self._source, "candidate_selector", self._shape.block
+        [hidden] = project(
+            g,
+            f"{source.prefix}{stem}.hidden_projection",
+            x,
+            [source.packed(f"{stem}.hidden_projection")],
+            {"norm_weight": source.plain(g, "norm.weight")},
+            self._norm,
+        )
+        ids = self._draft_ids
+        return g.operator(
+            SELECTOR,
+            f"{source.prefix}{stem}",
+            {
+                "logits": logits,
+                **({} if ids is None else {"id_map": g.constant("draft_ids", ids)}),
+                "hidden": hidden,
+                "predecessors": source.plain(g, f"{stem}.predecessor_codebook"),
+                "successors": source.plain(g, f"{stem}.successor_codebook"),
+                "last": last,
+                "forced": g.input("forced", DType.I32, (rows,)),
+            },
+            {
+                "vocab": self._limit,
+                "rows": rows,
+                "top_k": dims.top_k,
+                "multiplier": dims.multiplier,
+                "softcap": dims.softcap,
+            },
+            {"tokens": "tokens"},
+        )["tokens"]
 
     def _compose(self, g: GraphBuilder, last: GraphValue, best: GraphValue) -> GraphValue:
         """[last, drafts], where a forced id replaces the draft of its row."""

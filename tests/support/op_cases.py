@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from support.dflash2_cases import conv_cases, selector_cases
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
@@ -491,8 +492,10 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterator[OpCase]]] = {
     "gdn": gdn_cases,
     "verify_attention": verify_cases,
     "draft_attention": draft_cases,
+    "draft_conv": lambda rng: (OpCase(*case) for case in conv_cases(rng)),
     "context_kv": context_kv_cases,
     "head": head_cases,
+    "selector": lambda rng: (OpCase(*case) for case in selector_cases(rng)),
     "accept": accept_cases,
 }
 """Operator -> its cases."""

@@ -72,8 +72,33 @@ class DraftLayerDims:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConvDims:
+    """DFlash2: the causal convolution over a block's rows, before and after each sublayer."""
+
+    taps: Positive
+    """Rows that a result mixes: its own and the ones before it."""
+    group: Positive
+    """Neighbouring channels that share a dynamic kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorDims:
+    """DFlash2: the choice of each draft among candidates, by the draft before it."""
+
+    rank: Positive
+    """Columns of the codebooks."""
+    top_k: Positive
+    """Candidates per slot."""
+    multiplier: float = 1.0
+    """Factor of the candidates' logits."""
+    softcap: float = 0.0
+    """Bound s of s * tanh(logit / s), applied after the factor; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterDims:
-    """A DFlash block-diffusion drafter."""
+    """A DFlash block-diffusion drafter; DFlash2 if it has `conv` and `selector`, both or neither.
+    """
 
     vocab: Positive
     hidden: Positive
@@ -89,6 +114,8 @@ class DrafterDims:
     target_layers: Count
     """Layers of the target that the drafter was trained on; 0 if the config lacks it."""
     max_position: Positive
+    conv: DraftConvDims | None = None
+    selector: SelectorDims | None = None
 
 
 MIN_CONVERSATION = 2

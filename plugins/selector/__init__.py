@@ -1,0 +1,57 @@
+"""selector: DFlash2's choice of the drafts, each among candidates by the draft before it.
+
+Dimensions
+    R   rows of the block, `rows`     W   columns of the logits     V   vocabulary
+    C   columns of a codebook         K   candidates of a row, `top_k`; W of them if W < K
+
+Inputs
+    logits        float32 [R, W], raw; row j is for the token after row j - 1. Row 0 is not used
+    id_map        int32 [W]; the vocabulary id of each column (a reduced draft vocabulary)
+    hidden        rows [R, C], projected from the head's normed rows
+    predecessors, successors   codebooks [V, C], by vocabulary id
+    last          int32 [1]; the last committed token
+    forced        int32 [R]; the id that must follow row t, or -1
+
+Attributes
+    vocab         columns below it may be chosen; 0 means all may be
+    top_k, rows
+    multiplier, softcap   U = multiplier * logit; then, unless softcap is 0, softcap * tanh(U / softcap)
+
+Outputs
+    tokens        int32 [R]: `last`, then for each row j from 1 on forced[j - 1] if that is an id,
+                  else the candidate c with the largest score U[c] + sum over columns of
+                  predecessors[p] * hidden[j] * successors[c], p being token j - 1
+
+Candidates are the K largest logits, the smaller column first among equals; among equal scores the
+first candidate is chosen. Minus infinity is no candidate. A row without candidates, or with a NaN
+among its logits, gives 0.
+
+Source: z-lab/dflash model.py CandidateSelector; vLLM spec_decode/dflash2. Multiplier and softcap
+are applied to the candidates only, as vLLM and SGLang do: tanh saturates and would make ties.
+"""
+
+from pathlib import Path
+
+from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import ACTIVATION, Op, Port
+from thor_dflash.plugins.selector.reference import reference
+
+_PLAIN = (DType.BF16, DType.F16, DType.F32)
+
+
+OP = Op(
+    name="selector",
+    inputs=(
+        Port("logits", (DType.F32,), ("R", "W")),
+        Port("id_map", (DType.I32,), ("W",), optional=True),
+        Port("hidden", ACTIVATION, ("R", "C")),
+        Port("predecessors", _PLAIN, ("V", "C")),
+        Port("successors", _PLAIN, ("V", "C")),
+        Port("last", (DType.I32,), (1,)),
+        Port("forced", (DType.I32,), ("R",)),
+    ),
+    outputs=(Port("tokens", (DType.I32,), ("R",)),),
+    attributes={"vocab": 0, "rows": 8, "top_k": 16, "multiplier": 1.0, "softcap": 0.0},
+    reference=reference,
+    folder=Path(__file__).parent,
+)

@@ -1,0 +1,62 @@
+"""selector as an ONNX function: one TopK for all rows, then the walk, unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.contract import Attributes
+from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
+
+
+def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
+    """See the operator's docstring for shapes."""
+    ids, unary, none = _candidates(b, x, a)
+    hidden, forced = x.f32(b, "hidden"), b.cast(x["forced"], DType.I64)
+    token = b.cast(x["last"], DType.I64)
+    tokens = [token]
+    for row in range(1, a.integer("rows")):
+        edge = b.op("Mul", _rows(b, x, "predecessors", token), _row(b, hidden, row))
+        of_row = _row(b, ids, row)
+        codes = _rows(b, x, "successors", b.reshape(of_row, -1))
+        edges = b.op("MatMul", edge, b.op("Transpose", codes, perm=(1, 0)))
+        score = b.op("Add", _row(b, unary, row), edges)
+        # Minus infinity plus a number stays behind every candidate.
+        best = b.op("ArgMax", score, axis=1, keepdims=0)
+        choice = b.reshape(b.op("Gather", of_row, best, axis=1), 1)
+        choice = b.op("Where", _row(b, none, row), b.i64(0), choice)
+        must = _row(b, forced, row - 1)
+        token = b.op("Where", b.op("Less", must, b.i64(0)), choice, must)
+        tokens.append(token)
+    return {"tokens": b.cast(b.concat(0, *tokens), DType.I32)}
+
+
+def _candidates(b: FunctionBuilder, x: Inputs, a: Attributes) -> tuple[str, str, str]:
+    """Returns ids int64 [R, K], scores float32 [R, K], and whether a row has none, bool [R]."""
+    vocab = a.integer("vocab")
+    logits = b.take(x["logits"], 0, vocab, 1) if vocab else x["logits"]
+    odd = b.op("ReduceMax", b.cast(b.op("IsNaN", logits), DType.I32), b.i64(1), keepdims=0)
+    count = b.op("Min", b.i64(a.integer("top_k")), b.op("Shape", logits, start=1, end=2))
+    value, ids = b.ops("TopK", (logits, count), 2, axis=1)
+    if "id_map" in x:
+        ids = b.op("Gather", b.cast(x["id_map"], DType.I64), ids, axis=0)
+    lowest = b.f32(-np.inf)
+    empty = b.op("Equal", b.op("ReduceMax", value, b.i64(1), keepdims=0), lowest)
+    none = b.op("Or", b.cast(odd, DType.BOOL), empty)
+    unary = b.op("Mul", value, b.f32(a.real("multiplier")))
+    if cap := a.real("softcap"):
+        bounded = b.op("Mul", b.op("Tanh", b.op("Div", unary, b.f32(cap))), b.f32(cap))
+        # tanh would make a candidate of minus infinity.
+        unary = b.op("Where", b.op("Equal", value, lowest), lowest, bounded)
+    return ids, unary, none
+
+
+def _row(b: FunctionBuilder, x: str, row: int) -> str:
+    return b.take(x, row, row + 1, 0)
+
+
+def _rows(b: FunctionBuilder, x: Inputs, name: str, ids: str) -> str:
+    rows = b.op("Gather", x[name], ids, axis=0)
+    return rows if x.dtype(name) is DType.F32 else b.cast(rows, DType.F32)
