@@ -23,9 +23,11 @@ from thor_dflash.builders.lowering.packed_weights import CONSTANTS
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.model_dims import (
     AttentionDims,
+    DraftConvDims,
     DrafterDims,
     DraftLayerDims,
     GdnDims,
+    SelectorDims,
     TargetDims,
 )
 from thor_dflash.core.tensors import Array
@@ -65,7 +67,21 @@ QWEN36_27B_DFLASH = DrafterDims(
 )
 """Source: config.json of z-lab/Qwen3.6-27B-DFlash."""
 
-SHAPES = {"qwen3.6-27b": (QWEN36_27B, QWEN36_27B_DFLASH)}
+QWEN38_27B_DFLASH2 = replace(
+    QWEN36_27B_DFLASH,
+    layers=(DraftLayerDims(causal=False, window=2048),) * 5,
+    block=8,
+    taps=(5, 19, 33, 47, 61),
+    conv=DraftConvDims(taps=2, group=16),
+    selector=SelectorDims(rank=256, top_k=16),
+)
+"""Source: config.json of z-lab/Qwen3.8-27B-DFlash2."""
+
+SHAPES = {
+    "qwen3.6-27b": (QWEN36_27B, QWEN36_27B_DFLASH),
+    "qwen3.8-27b": (QWEN36_27B, QWEN38_27B_DFLASH2),
+}
+"""Qwen3.8-27B has the sizes of 3.6."""
 
 BF16_LINEARS = ("in_proj_a", "in_proj_b")
 """Linears with so few rows that no NVFP4 checkpoint quantises them."""

@@ -85,7 +85,9 @@ def _check_architecture(root: Fields, flash: Fields) -> bool:
     """
     if root.text("model_type") != "qwen3":
         raise root.wrong("model_type", "qwen3")
-    names = root.words("architectures", (ARCHITECTURE, SECOND)) if root.given("architectures") else ()
+    names: tuple[str, ...] = ()
+    if root.given("architectures"):
+        names = root.words("architectures", (ARCHITECTURE, SECOND))
     for place in (root, flash):
         for key in EXTENSIONS:
             if place.given(key) and SECOND not in names:

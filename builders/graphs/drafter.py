@@ -176,7 +176,12 @@ class DrafterGraphs:
         return {**rows, "id_map": g.constant("draft_ids", ids)}
 
     def _select(
-        self, g: GraphBuilder, dims: SelectorDims, x: GraphValue, logits: GraphValue, last: GraphValue
+        self,
+        g: GraphBuilder,
+        dims: SelectorDims,
+        x: GraphValue,
+        logits: GraphValue,
+        last: GraphValue,
     ) -> GraphValue:
         """[last, drafts]: each the best candidate after the one before it."""
         source, stem, rows = self._source, "candidate_selector", self._shape.block

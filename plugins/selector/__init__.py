@@ -15,7 +15,7 @@ Inputs
 Attributes
     vocab         columns below it may be chosen; 0 means all may be
     top_k, rows
-    multiplier, softcap   U = multiplier * logit; then, unless softcap is 0, softcap * tanh(U / softcap)
+    multiplier, softcap   U = multiplier * logit, then softcap * tanh(U / softcap) if it is not 0
 
 Outputs
     tokens        int32 [R]: `last`, then for each row j from 1 on forced[j - 1] if that is an id,

@@ -28,6 +28,7 @@ _TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "
 DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in zip(_NAMES, _TYPES, strict=True)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ABSENT = object()
+ATTENTION_MLP = ("attention", "mlp")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 KEYS = """
@@ -109,6 +110,14 @@ class DrafterGeometry:
     block: int = 16
     taps: tuple[int, ...] = (0, 1, 3)
     mask_token: int = 250
+    second: bool = False
+    """Whether it is a DFlash2 drafter: no layer is causal, and these sizes count."""
+    conv: tuple[int, int] = (2, 16)
+    """Taps; channels of a group."""
+    rank: int = 16
+    top_k: int = 16
+    scale: float = 1
+    softcap: float = 0
 
 
 def nvfp4_quantise(w: Floats) -> tuple[Array, Array, np.float32]:
@@ -308,12 +317,27 @@ def write_drafter(
         draws.around(f"{layer}.post_attention_layernorm.weight", 1, hidden)
         draws.attention(f"{layer}.self_attn", hidden, g, gate=1, centre=1)
         draws.mlp(f"{layer}.mlp", hidden, g.intermediate)
+    if g.second:
+        _second_draws(draws, target, g)
     tensors = {name: w.astype(_plain(name, dialect)) for name, w in draws.tensors.items()}
     for name, w in draws.linears.items():
         tensors |= dict(_encode(name, w, _how(name, dialect)))
     write_safetensors(directory / "model.safetensors", tensors)
     write_config(directory, _drafter_config(target, drafter))
     return directory
+
+
+def _second_draws(draws: _Draws, target: TargetGeometry, g: DrafterGeometry) -> None:
+    """Kernels far from the identity; edges of the selector as large as the logits."""
+    (taps, group), hidden = g.conv, target.hidden
+    for stem in (f"layers.{i}.{n}_conv" for i in range(len(g.layer_types)) for n in ATTENTION_MLP):
+        draws.linear(f"{stem}.kernel_projection", 2 * taps * (hidden // group), hidden, size=0.5)
+        draws.around(f"{stem}.base_kernel", 0, 2, taps, hidden, spread=0.7)
+    stem = "candidate_selector"
+    draws.linear(f"{stem}.hidden_projection", g.rank, hidden)
+    for name in ("predecessor", "successor"):
+        spread = 1.7 / g.rank**0.25
+        draws.around(f"{stem}.{name}_codebook", 0, target.vocab, g.rank, spread=spread)
 
 
 def _drafter_config(target: TargetGeometry, g: DrafterGeometry) -> dict[str, object]:
@@ -325,6 +349,11 @@ def _drafter_config(target: TargetGeometry, g: DrafterGeometry) -> dict[str, obj
     config |= {"layer_types": list(g.layer_types), "rope_theta": target.rope_theta}
     sliding = "sliding_attention" in g.layer_types
     config |= {"use_sliding_window": sliding, "sliding_window": g.window if sliding else None}
+    if g.second:
+        flash |= {"conv_kernel_size": g.conv[0], "conv_group_size": g.conv[1]}
+        flash |= {"selector_rank": g.rank, "selector_top_k": g.top_k}
+        flash |= {"output_multiplier": g.scale, "final_logit_softcapping": g.softcap or None}
+        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
     return config | {"tie_word_embeddings": False, "dflash_config": flash}
 
 
@@ -396,7 +425,7 @@ def dequantised(directory: Path) -> dict[str, Floats]:
         hf = re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", stem)
         if part in ("weight", "weight_packed"):
             out[f"{hf}.weight"] = _decode(stored, stem, t)
-        elif part in ("A_log", "dt_bias"):
+        elif part in ("A_log", "dt_bias", "base_kernel") or part.endswith("_codebook"):
             out[f"{hf}.{part}"] = t.astype(np.float32)
     if "model.embed_tokens.weight" in out:
         out.setdefault("lm_head.weight", out["model.embed_tokens.weight"])

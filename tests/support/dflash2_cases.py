@@ -96,8 +96,8 @@ def selector_case(
 
 
 def selector_cases(rng: Rng) -> Iterator[Case]:
-    """Blocks of one row to 16; padding with the largest logits; equal logits and scores; forced ids;
-    few candidates; multiplier and softcap; rows that have no candidate.
+    """Blocks of one row to 16; padding with the largest logits; equal logits and scores; forced
+    ids; few candidates; multiplier and softcap; rows that have no candidate.
     """
     yield selector_case(rng, "8_rows")
     yield selector_case(rng, "16_rows_few_candidates", 16, attributes={"top_k": 3})

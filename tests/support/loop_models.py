@@ -51,9 +51,11 @@ def session(
     layers: int = 0,
     draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
     reuse: int = 0,
+    second: bool = False,
 ) -> Session:
     """Returns a session over a model of random weights, the same one for the same arguments.
-    `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES.
+    `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES. With
+    `second` the drafter is a DFlash2 drafter of 8 rows.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
@@ -62,7 +64,10 @@ def session(
         g = replace(g, layers=layers, interval=min(layers, g.interval))
     taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
     write_target(root / "target", g, 3, dialect)
-    write_drafter(root / "drafter", g, DrafterGeometry(taps=taps, layer_types=draft_layers), 4)
+    own = DrafterGeometry(
+        taps=taps, layer_types=draft_layers, second=second, block=8 if second else 16
+    )
+    write_drafter(root / "drafter", g, own, 4)
     config = BuildConfig(
         saves="states" if saves == "states" else "records",
         chunk=chunk,

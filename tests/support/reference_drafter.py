@@ -1,4 +1,4 @@
-"""A DFlash drafter in plain numpy float64, as a reference for tests of the project's own.
+"""A DFlash or DFlash2 drafter in plain numpy float64, to test the project's own.
 
 Written from the published forward pass alone, one block at a time and without a cache: the keys and
 values of all context rows are computed again for each block. Imports nothing of thor_dflash.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ class Rules:
     """Added to every norm's weight: 0 in a drafter, 1 in the target, whose weights are around 0."""
     context_input_norm: bool = False
     """Whether context rows, too, go through a layer's input norm. In DFlash they do not."""
+    conv: tuple[int, int] | None = None
+    """DFlash2: taps, and channels of a group."""
+    top_k: int = 0
+    scale: float = 1.0
+    softcap: float = 0.0
+    wrong: str = ""
+    """An error of other implementations of DFlash2: see `_kernels`, `_conv` and `walk`."""
 
 
 def rules(config: Mapping[str, Any]) -> Rules:
@@ -59,15 +67,29 @@ def rules(config: Mapping[str, Any]) -> Rules:
         windows=tuple(config["sliding_window"] if s else None for s in sliding),
         theta=rope["rope_theta"],
         eps=config["rms_norm_eps"],
+        conv=(flash["conv_kernel_size"], flash["conv_group_size"]) if _second(config) else None,
+        top_k=flash.get("selector_top_k", 0),
+        scale=flash.get("output_multiplier") or 1.0,
+        softcap=flash.get("final_logit_softcapping") or 0.0,
     )
+
+
+def _second(config: Mapping[str, Any]) -> bool:
+    return bool(config["architectures"] == ["DFlash2DraftModel"])
 
 
 def logits(
     r: Rules, w: Weights, embedding: NDArray[Any], head: NDArray[Any], taps: NDArray[Any], last: int
 ) -> Floats:
-    """Returns the logits [R, V] of each slot of the block [last, mask, mask, ...].
+    """Returns the logits [R, V] of each slot of the block; see `outputs`."""
+    out: Floats = outputs(r, w, embedding, taps, last) @ head.astype(np.float64).T
+    return out
 
-    `w` are the drafter's tensors by checkpoint name, `embedding` and `head` the target's [V, H],
+
+def outputs(r: Rules, w: Weights, embedding: NDArray[Any], taps: NDArray[Any], last: int) -> Floats:
+    """Returns the normed rows [R, H], which the head reads, of the block [last, mask, mask, ...].
+
+    `w` are the drafter's tensors by checkpoint name, `embedding` the target's [V, H],
     `taps` [P, taps * H] the tapped rows of positions 0..P-1; `last` is at position P.
     """
     context = _norm(r, taps.astype(np.float64) @ _of(w, "fc").T, _of(w, "hidden_norm"))
@@ -75,12 +97,90 @@ def logits(
     x = embedding[ids].astype(np.float64)
     for i in range(len(r.causal)):
         layer = f"layers.{i}"
-        x = x + _attention(r, w, i, x, context)
+        y = _norm(r, x, _of(w, f"{layer}.input_layernorm"))
+        before, behind = _kernels(r, w, f"{layer}.attention_conv", y)
+        x = x + _conv(r, _attention(r, w, i, _conv(r, y, before), context), behind)
         y = _norm(r, x, _of(w, f"{layer}.post_attention_layernorm"))
-        gate, up = (y @ _of(w, f"{layer}.mlp.{n}_proj").T for n in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ _of(w, f"{layer}.mlp.down_proj").T
-    out: Floats = _norm(r, x, _of(w, "norm")) @ head.astype(np.float64).T
+        before, behind = _kernels(r, w, f"{layer}.mlp_conv", y)
+        x = x + _conv(r, _mlp(w, layer, _conv(r, y, before)), behind)
+    return _norm(r, x, _of(w, "norm"))
+
+
+def _mlp(w: Weights, layer: str, y: Floats) -> Floats:
+    gate, up = (y @ _of(w, f"{layer}.mlp.{n}_proj").T for n in ("gate", "up"))
+    out: Floats = (gate / (1 + np.exp(-gate)) * up) @ _of(w, f"{layer}.mlp.down_proj").T
     return out
+
+
+def _kernels(r: Rules, w: Weights, stem: str, y: Floats) -> tuple[Floats | None, Floats | None]:
+    """Returns the kernels [R, taps, H] of both sides of a sublayer, from its normed input `y`."""
+    if r.conv is None:
+        return None, None
+    taps, group = r.conv
+    made = y @ _of(w, f"{stem}.kernel_projection").T
+    groups = made.reshape(len(y), 2, taps, -1)
+    if r.wrong == "groups and taps exchanged":
+        groups = made.reshape(len(y), 2, -1, taps).swapaxes(2, 3)
+    base = w[f"{stem}.base_kernel"].astype(np.float64)
+    kernels = base + np.repeat(groups, group, axis=3)
+    if r.wrong == "taps exchanged":
+        kernels = kernels[:, :, ::-1]
+    if r.wrong == "kernel of the row before":
+        kernels[1:, :, 1] = kernels[:-1, :, 1]
+    before, behind = kernels[:, 0], kernels[:, 1]
+    return (behind, before) if r.wrong == "sides exchanged" else (before, behind)
+
+
+def _conv(r: Rules, x: Floats, kernel: Floats | None) -> Floats:
+    """Row t of the result mixes rows t, t - 1, ... of the block; nothing comes before row 0."""
+    if kernel is None:
+        return x
+    out = kernel[:, 0] * x
+    for tap in range(1, kernel.shape[1]):
+        earlier = np.roll(x, tap, axis=0)
+        if r.wrong != "row 0 sees the last row":
+            earlier[:tap] = 0
+        out = out + kernel[:, tap] * earlier
+    return np.asarray(out, np.float64)
+
+
+def walk(
+    r: Rules,
+    w: Weights,
+    out: Floats,
+    head: NDArray[Any],
+    last: int,
+    forced: Mapping[int, int] = MappingProxyType({}),
+    ids: NDArray[Any] | None = None,
+) -> tuple[list[int], float]:
+    """Returns the drafts of DFlash2, slot 1 on, and the smallest lead of a choice over the next
+    score or of a candidate over the best logit that is none.
+
+    `out` as `outputs` makes it; `forced` slot -> id; `ids` those that may be drafted, None for all.
+    """
+    stem, lead, path = "candidate_selector", np.inf, [last]
+    a, b = (w[f"{stem}.{n}_codebook"].astype(np.float64) for n in ("predecessor", "successor"))
+    if r.wrong == "codebooks exchanged":
+        a, b = b, a
+    hidden = out @ _of(w, f"{stem}.hidden_projection").T
+    allowed = np.arange(len(head)) if ids is None else ids
+    for slot in range(1, len(out)):
+        raw = head[allowed].astype(np.float64) @ out[slot]
+        order = np.argsort(-raw, kind="stable")
+        picked, rest = order[: r.top_k], order[r.top_k :]
+        unary = raw[picked] * (1 if r.wrong == "multiplier ignored" else r.scale)
+        if r.softcap:
+            unary = r.softcap * np.tanh(unary / r.softcap)
+        before = last if r.wrong == "always after the last" else path[-1]
+        at = slot - 1 if r.wrong == "hidden of the row before" else slot
+        score = unary + b[allowed[picked]] @ (a[before] * hidden[at])
+        if r.wrong == "edges ignored":
+            score = unary
+        path.append(forced.get(slot, int(allowed[picked[score.argmax()]])))
+        if slot not in forced:
+            ranked = np.sort(score)[::-1]
+            lead = min(lead, *(ranked[:1] - ranked[1:2]), *(raw[picked[-1:]] - raw[rest[:1]]))
+    return path[1:], float(lead)
 
 
 def _of(w: Weights, name: str) -> Floats:
@@ -92,9 +192,8 @@ def _norm(r: Rules, x: Floats, weight: Floats) -> Floats:
     return out * (weight + r.norm_offset)
 
 
-def _attention(r: Rules, w: Weights, i: int, x: Floats, context: Floats) -> Floats:
-    """Returns what the attention of layer i adds to the block's rows."""
-    own = _norm(r, x, _of(w, f"layers.{i}.input_layernorm"))
+def _attention(r: Rules, w: Weights, i: int, own: Floats, context: Floats) -> Floats:
+    """Returns the attention of layer i of the block's rows, which are normed."""
     if r.context_input_norm:
         context = _norm(r, context, _of(w, f"layers.{i}.input_layernorm"))
     layer, start = f"layers.{i}.self_attn", len(context)

@@ -144,7 +144,7 @@ def bench(sub: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     source = sub.add_mutually_exclusive_group(required=True)
     _add(source, "--shape NAME", "measure a model of these sizes; needs --random-weights (known: "
-         "qwen3.6-27b)")  # fmt: skip
+         "qwen3.6-27b, qwen3.8-27b)")  # fmt: skip
     _add(source, "--package PKG", "the package to start; needs --ready")
     _add(sub, "--random-weights", "make weights on the device instead of reading a checkpoint")
     _add(sub, "--engine cuda", "needed with --shape; only cuda", dest="build.engine")

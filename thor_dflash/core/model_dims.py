@@ -97,8 +97,7 @@ class SelectorDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterDims:
-    """A DFlash block-diffusion drafter; DFlash2 if it has `conv` and `selector`, both or neither.
-    """
+    """A DFlash block-diffusion drafter; DFlash2 if it has `conv` and `selector`, both or neither."""
 
     vocab: Positive
     hidden: Positive

@@ -4,6 +4,7 @@ with the name of what it has and DFlash has not.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.checkpoints import (
     change_tensors,
     dequantised,
     edit,
+    write_config,
     write_drafter,
     write_target,
 )
@@ -29,10 +31,12 @@ from thor_dflash.builders.checkpoint.drafter import (
     drafter_layout,
     read_drafter,
 )
+from thor_dflash.builders.checkpoint.drafter_config import drafter_dims
+from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.synthetic import QWEN36_27B_DFLASH
+from thor_dflash.builders.synthetic import QWEN36_27B_DFLASH, QWEN38_27B_DFLASH2
 from thor_dflash.core.errors import CheckpointError
-from thor_dflash.core.model_dims import AttentionDims, DrafterDims, DraftLayerDims
+from thor_dflash.core.model_dims import AttentionDims, DrafterDims, DraftLayerDims, SelectorDims
 
 TARGET = TargetGeometry()
 DRAFTER = DrafterGeometry()
@@ -151,7 +155,7 @@ FOREIGN: dict[str, object] = {
 }  # fmt: skip
 REFUSED: list[tuple[str, object]] = [
     *FOREIGN.items(),
-    ("architectures", ["DFlash2DraftModel"]),
+    ("architectures", ["LiLiCorrDraftModel"]),
     ("model_type", "llama"),
     ("hidden_act", "gelu"),
     ("partial_rotary_factor", 0.5),
@@ -179,6 +183,118 @@ def test_a_drafter_that_is_not_understood_is_refused_by_name(
     key: str, value: object, part: str, tmp_path: Path
 ) -> None:
     refused(write(tmp_path, (key, value)), part)
+
+
+SECOND = replace(DRAFTER, block=8, second=True)
+KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+ONE_ONLY = ("DFlashDraftModel", "DFlash2DraftModel")
+OF_SECOND: list[tuple[str, object]] = [
+    ("architectures", ABSENT),
+    ("architectures", [ONE_ONLY[0]]),
+    ("architectures", list(ONE_ONLY)),
+    *((f"{F}{key}", value) for key in KEYS for value in (ABSENT, 0, "2", 2.0)),
+    (f"{F}conv_kernel_size", 1),
+    (f"{F}conv_group_size", 48),
+    ("selector_rank", 8),
+    (f"{F}output_multiplier", 0),
+    (f"{F}final_logit_softcapping", -1.0),
+    *((f"{F}{key}", 1) for key in ("draft_vocab_size", "pure_draft_prefix_len", "shift_label")),
+    ("attention_mode", "mla"),
+    ("input_embedding_scale", 0.5),
+]
+"""Each single change of a DFlash2 drafter's config that must be refused, by the name of its key."""
+
+
+@pytest.mark.parametrize(("key", "value"), OF_SECOND)
+def test_a_dflash2_drafter_has_all_of_its_keys(key: str, value: object, tmp_path: Path) -> None:
+    edit(write_drafter(tmp_path, TARGET, SECOND, 0), (key, value))
+    refused(tmp_path, f"{key.removeprefix(F)} must be ")
+
+
+def test_a_dflash_drafter_has_no_key_of_dflash2(tmp_path: Path) -> None:
+    write(tmp_path)
+    for key in KEYS:
+        refused(edit(tmp_path, (f"{F}{key}", 2)), 'architectures must be ["DFlash2DraftModel"]')
+        edit(tmp_path, (f"{F}{key}", ABSENT))
+
+
+TENSORS = (
+    "layers.1.attention_conv.base_kernel",
+    "layers.0.mlp_conv.kernel_projection.weight",
+    "candidate_selector.hidden_projection.weight",
+    "candidate_selector.predecessor_codebook",
+)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_each_tensor_of_dflash2_is_required_as_it_is(name: str, tmp_path: Path) -> None:
+    write_drafter(tmp_path, TARGET, SECOND, 0)
+    change_tensors(tmp_path, lambda t: t.update({name: t[name].T.copy()}))
+    refused(tmp_path, f"{name} must be ")
+    change_tensors(tmp_path, lambda t: t.update({name: t[name].T.astype(np.int32)}))
+    refused(tmp_path, f"{name} must be ")
+    change_tensors(tmp_path, lambda t: t.pop(name))
+    refused(tmp_path, f"{name.removesuffix('.weight')}")
+
+
+def test_tensors_of_dflash2_do_not_belong_to_a_dflash_drafter(tmp_path: Path) -> None:
+    write_drafter(tmp_path, TARGET, SECOND, 0)
+    edit(tmp_path, ("architectures", ABSENT), *((f"{F}{key}", ABSENT) for key in KEYS))
+    edit(tmp_path, (f"{F}output_multiplier", ABSENT))
+    refused(tmp_path, "must be absent")
+
+
+def published(**changes: object) -> dict[str, object]:
+    """The keys and values of z-lab/Qwen3.8-27B-DFlash2 at 50307d4c."""
+    flash = {"block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248070}
+    flash |= {"selector_rank": 256, "selector_top_k": 16}
+    return {
+        "architectures": ["DFlash2DraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": None, "dtype": "bfloat16", "eos_token_id": 248044, "head_dim": 128,
+        "dflash_config": {**flash, "target_layer_ids": [5, 19, 33, 47, 61]},
+        "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 17408, "is_causal": False, "layer_types": ["sliding_attention"] * 5,
+        "max_position_embeddings": 262144, "max_window_layers": 5, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
+        "num_target_layers": 64, "pad_token_id": 248044, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+        "sliding_window": 2048, "tie_word_embeddings": False, "transformers_version": "5.15.0",
+        "use_cache": True, "use_sliding_window": True, "vocab_size": 248320, **changes,
+    }  # fmt: skip
+
+
+def test_the_published_config_is_read_as_it_is(tmp_path: Path) -> None:
+    write_config(tmp_path, published())
+    assert len(json.dumps(published(), indent=2)) + 1 == 1239, "as long as the published file"
+    assert drafter_dims(Fields.read(tmp_path / "config.json")) == QWEN38_27B_DFLASH2
+    layout = drafter_layout(QWEN38_27B_DFLASH2)
+    shapes = [*layout.matrices.values(), *layout.tensors.values()]
+    assert len(shapes) == 81
+    assert sum(int(np.prod(shape)) for shape in shapes) == 1_924_404_480
+
+
+MUSE: dict[str, object] = {
+    "hidden_size": 6656, "intermediate_size": 19968, "vocab_size": 202048, "use_cache": False,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072, "num_target_layers": 52, "bos_token_id": 200000,
+    "dflash_config": {
+        "block_size": 16, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 201818,
+        "selector_rank": 256, "selector_top_k": 16, "target_layer_ids": [1, 13, 25, 37, 49],
+        "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0,
+    },
+}  # fmt: skip
+"""What z-lab/Muse-Glimmer-30B-DFlash2 at b54ffdd1 has otherwise."""
+
+
+def test_the_other_published_drafter_has_multiplier_and_softcap(tmp_path: Path) -> None:
+    write_config(tmp_path, published(**MUSE))
+    dims = drafter_dims(Fields.read(tmp_path / "config.json"))
+    assert dims.selector == SelectorDims(
+        rank=256, top_k=16, multiplier=0.19611613513818404, softcap=20.0
+    )
+    layout = drafter_layout(dims)
+    shapes = [*layout.matrices.values(), *layout.tensors.values()]
+    assert sum(int(np.prod(shape)) for shape in shapes) == 2_772_159_744
 
 
 @pytest.mark.parametrize(
