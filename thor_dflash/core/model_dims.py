@@ -97,7 +97,7 @@ class SelectorDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterDims:
-    """A DFlash block-diffusion drafter; DFlash2 if it has `conv` and `selector`, both or neither."""
+    """A DFlash block-diffusion drafter. A DFlash2 drafter has `conv` and `selector`, too."""
 
     vocab: Positive
     hidden: Positive
