@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text as Styled
@@ -18,6 +17,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.calib.planbench import Task, Verdict, judge, task_from_line
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError
+from thor_dflash.core.plan_table import TableConsole, plan_panel
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.core.progress import ProgressTask as Timing
 from thor_dflash.package.manifest import Manifest
@@ -41,15 +41,6 @@ RUNS = 3
 """Number of runs over which the median time is taken."""
 
 BARS = " ▁▂▃▄▅▆▇█"
-
-
-class _Console(Console):
-    """A rich console that raises BrokenPipeError for a closed pipe, which the command line handles;
-    rich itself would exit with status 1. `on_broken_pipe` is its documented hook.
-    """
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,7 @@ def run(config: Config, progress: Progress) -> None:
     manifest = build(MODEL / "target", MODEL / "drafter", PACKAGE, config.build, progress)
     session = open_session(PACKAGE, config.engine, progress)
     progress.close()
-    console = _Console(file=sys.stdout, highlight=False)
+    console = TableConsole(file=sys.stdout, highlight=False)
     if not console.width:  # COLUMNS=0, from a terminal that does not know its size: shows nothing
         console.width = 80
     try:
@@ -155,31 +146,12 @@ def _stream(console: Console, session: Session, text: Tokenizer, request: Reques
 
 
 def _plan(text: str, verdict: Verdict) -> Panel:
-    state = Styled("valid: the executor reaches the goal" if verdict.valid else verdict.reason)
-    state.stylize("green" if verdict.valid else "red")
-    colour = "green" if verdict.valid else "red"
+    state = "valid: the executor reaches the goal" if verdict.valid else verdict.reason
     try:
-        plan = json.loads(text)
-        steps, question = _steps(plan["steps"]), plan["needs_clarification"]
-        goal = Styled(f"goal: {plan['goal']}", style="bold")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Panel(Group(Styled(text), state), title="answer", border_style=colour)
-    note = [Styled(f"asks: {question}", style="yellow")] if question else []
-    return Panel(Group(goal, *([steps] if steps.rows else []), *note, state), title="plan",
-                 title_align="left", border_style=colour)  # fmt: skip
-
-
-def _steps(steps: list[dict[str, Any]]) -> Table:
-    """Return the steps of a plan as a table. Malformed steps raise KeyError, TypeError etc."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("#", "skill", "arguments", "on failure"):
-        table.add_column(name, overflow="fold")
-    for step in steps:
-        arguments = ", ".join(f"{key}={value}" for key, value in step["args"].items())
-        # Styled, because rich would take brackets in the model's text for markup.
-        table.add_row(Styled(str(step["id"])), Styled(step["skill"], style="cyan"),
-                      Styled(arguments), Styled(str(step.get("on_fail", ""))))  # fmt: skip
-    return table
+        plan: object = json.loads(text)
+    except ValueError:
+        plan = None
+    return plan_panel(plan, text, state, "green" if verdict.valid else "red")
 
 
 def _measure(

@@ -34,7 +34,7 @@ MAY = dict(
     tokenizers runtime/text/tokenizer.py calib/nano/* tests/*
     jinja2 thor_dflash/cli/report/* runtime/text/chat_template.py calib/nano/* tests/*
     llguidance runtime/grammar/* tests/*
-    rich thor_dflash/core/progress.py thor_dflash/cli/commands/* calib/demo* tests/*
+    rich thor_dflash/core/pro* thor_dflash/core/plan* thor_dflash/cli/commands/* calib/demo* tests/*
     zmq serving/* tests/*
     msgspec serving/* thor_dflash/* tests/*
     jsonschema_rs serving/planner/schema_validator.py

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from thor_dflash.core.progress import Bars, Lines, Silent, amount, choose
+from thor_dflash.core.progress import Bars, Lines, amount, choose
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,6 @@ def test_bars_give_the_cursor_back(error: type[BaseException] | None) -> None:
 def test_the_kind_of_report_is_chosen_by_the_stream() -> None:
     assert isinstance(choose(Terminal()), Bars)
     assert isinstance(choose(io.StringIO()), Lines)
-    assert isinstance(choose(io.StringIO(), quiet=True), Silent)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def _settings(sub: Arguments, *keys: str) -> None:
 PACKAGE = ("--package PKG", "package directory, made by thor-dflash build")
 MESSAGES = ("--messages FILE.json", 'a chat: a JSON list of {"role": ..., "content": ...}')
 TOKENS = ("--tokens FILE.json", "a JSON list of token ids")
+SOURCES = "- reads standard input, @FILE a file"
 REPORT = ("--json", "print the report as JSON")
 
 
@@ -84,7 +85,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
     """Add the options of `generate`."""
     _add(sub, *PACKAGE, required=True)
     source = sub.add_mutually_exclusive_group(required=True)
-    _add(source, "--prompt TEXT", "message of the user")
+    _add(source, "--prompt TEXT", f"message of the user; {SOURCES}")
     _add(source, *MESSAGES)
     _add(source, "--tokens FILE.json", "the prompt as a JSON list of token ids")
     _add(sub, "--schema FILE.json", "JSON schema that the answer after the thinking must obey")
@@ -169,8 +170,16 @@ def serve(sub: argparse.ArgumentParser) -> None:
 
 def plan(sub: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
+    sub.epilog = (
+        "The plan alone goes to stdout, as a table on a terminal and else as one line of JSON; "
+        "thinking and progress go to stderr. Exit status: 0 a whole and valid plan, 1 no valid "
+        "plan, 2 a wrong request, 3 a plan that was cut short after its last whole step, 4 no "
+        "server answered, 5 the server did not plan (busy, draining, too late, displaced, a fault)."
+    )
     source = sub.add_mutually_exclusive_group(required=True)
-    source.add_argument("prompt", nargs="?", metavar="TEXT", help="what the robot shall do")
+    source.add_argument(
+        "prompt", nargs="?", metavar="TEXT", help=f"what the robot shall do; {SOURCES}"
+    )
     _add(source, *MESSAGES)
     _add(sub, "--server ENDPOINT", f"tcp://HOST:PORT or ipc://PATH (default {SERVER})",
          default=SERVER)  # fmt: skip

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.message_text import show
+from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
 from thor_dflash.runtime.text.messages import chat
+
+STDIN = 0
+"""The descriptor of standard input."""
 
 
 def read_json(path: Path, limit: int | None = None) -> object:
@@ -25,6 +28,26 @@ def read_json(path: Path, limit: int | None = None) -> object:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
+
+
+def read_prompt(what: str, text: str) -> str:
+    """The text of a prompt: `text` itself, `-` for standard input, `@FILE` for that of a file, as
+    curl has it. Blank lines at the end of an input are dropped, as a shell does.
+
+    Raises:
+        RequestError: it is empty, cannot be read, is too large, or not UTF-8.
+    """
+    if text == "-" or text.startswith("@"):
+        try:
+            source = STDIN if text in ("-", "@-") else Path(text[1:])
+            text = read_text(source).rstrip("\n")
+        except (OSError, ValueError) as e:
+            got = e.strerror if isinstance(e, OSError) else e
+            raise RequestError(f"{what} {text} must be a readable text (got: {got})") from e
+    if not text.strip():
+        raise RequestError(f"{what} must be a text (got {show(text)})")
+    check_utf8(what, text)
+    return text
 
 
 def read_schema(path: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """thor-dflash build | generate | profile | score | check | doctor | demo | bench | serve | plan |
 gateway | keygen.
 
-Exit status: 0; 1 if doctor or check found something wrong; 2, with one line on stderr, for anything
-the user can fix; 130 on Ctrl-C; 141 if the reader of stdout has gone. Anything else is a bug and
-shows its traceback.
+Exit status: see exit_status.py. An error that the user can fix is one line on stderr; any other is
+a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from thor_dflash.cli import option_checks, stdio
+from thor_dflash.cli import exit_status, option_checks, stdio
 from thor_dflash.cli.parser import parse
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line
@@ -33,6 +32,7 @@ DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return the exit status."""
+    stdio.escape_unencodable(sys.stdout)
     try:
         return _main(argv)
     finally:
@@ -46,18 +46,18 @@ def _main(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except ThorError as e:
         _print_error(str(e))
-        return 2
+        return exit_status.of_error(e)
     except KeyboardInterrupt:
         _print_error("interrupted")
-        return 130
+        return exit_status.INTERRUPTED
     except BrokenPipeError:
-        return 141
+        return exit_status.PIPE_CLOSED
     except OSError as e:
         # The user can fix a path that the system refuses (too long, no permission) and a full disk.
         if e.filename is None and e.errno not in DISK_ERRORS:
             raise
         _print_error(f"{e.filename or 'every file'} must be usable (got: {e.strerror})")
-        return 2
+        return exit_status.USAGE
     return status
 
 
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
     settings = config.load(args.config, overrides(args))
     option_checks.check_settings(args)
-    report = progress.choose(sys.stderr, quiet="json" in args and args.json)
+    report = progress.choose(sys.stderr)
     try:
         return _run_command(args, settings, report) or 0
     finally:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thor_dflash.cli import input_files
 from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
 from thor_dflash.cli.option_checks import given_keys
 from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
-from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -139,10 +139,7 @@ def _value(config: DecodeConfig, section: str, name: str) -> object:
 def _messages(args: Namespace) -> list[dict[str, str]] | None:
     """The chat of the command line; None if token ids are given."""
     if args.prompt is not None:
-        if not args.prompt.strip():
-            raise RequestError(f"--prompt must be a text (got {show(args.prompt)})")
-        check_utf8("--prompt", args.prompt)
-        return [{"role": "user", "content": args.prompt}]
+        return [{"role": "user", "content": input_files.read_prompt("--prompt", args.prompt)}]
     return read_chat(args.messages) if args.messages else None
 
 

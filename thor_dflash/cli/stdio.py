@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from typing import TextIO
@@ -14,6 +15,14 @@ def shutdown_signals() -> tuple[signal.Signals, ...]:
     ends = (signal.SIGTERM, signal.SIGINT)
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return ends if ignored else (*ends, signal.SIGHUP)
+
+
+def escape_unencodable(stream: TextIO) -> None:
+    """Let a stream escape what its encoding lacks, as stderr does: in the locale C an umlaut, and
+    anywhere a path that is not UTF-8, must not end a command.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def settle(stream: TextIO) -> None:

@@ -159,8 +159,10 @@ class Bars:
         self._bars.stop()
 
 
-def choose(stream: TextIO, *, quiet: bool = False) -> Progress:
-    """Bars if `stream` is a terminal; else plain lines, or nothing if `quiet`."""
-    if stream.isatty():
-        return Bars(stream)
-    return Silent() if quiet else Lines(stream)
+def choose(stream: TextIO) -> Progress:
+    """Bars if `stream` is a terminal that can redraw a line, else plain lines."""
+    if not stream.isatty():
+        return Lines(stream)
+    from rich.console import Console
+
+    return Lines(stream) if Console(file=stream).is_dumb_terminal else Bars(stream)

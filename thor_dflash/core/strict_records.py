@@ -69,8 +69,9 @@ def encode(record: object) -> Any:
     return record
 
 
-def read_text(path: Path, limit: int | None = None) -> str:
-    """Read a text in UTF-8 of at most `limit` bytes; None: TEXT_LIMIT.
+def read_text(path: Path | int, limit: int | None = None) -> str:
+    """Read a text in UTF-8 of at most `limit` bytes; None: TEXT_LIMIT. `path` may be a descriptor,
+    which stays open.
 
     Raises:
         OSError: it cannot be read.
@@ -78,7 +79,7 @@ def read_text(path: Path, limit: int | None = None) -> str:
     """
     # Read instead of a query of the size, which a device or a pipe does not have.
     most = limit or TEXT_LIMIT
-    with path.open("rb") as file:
+    with open(path, "rb", closefd=isinstance(path, Path)) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"more than {most} bytes")

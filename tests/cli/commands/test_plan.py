@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,18 @@ from thor_dflash.cli import main, parser
 from thor_dflash.cli.commands import plan
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import RequestError
+from thor_dflash.core.errors import Code, RequestError
 from thor_dflash.core.progress import Lines
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import PlanError, client
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
-from thor_dflash.serving.protocol.messages import PlanRequest
+from thor_dflash.serving.protocol.messages import Chunk, PlanRequest, Result
 
 
-def run_plan(*args: str) -> None:
-    """Run the command as on a terminal, where it reports its progress even with --json."""
-    plan.run(parser.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
+def run_plan(*args: str) -> int:
+    return plan.run(parser.parser().parse_args(["plan", *args]), Config(), Lines(sys.stderr))
 
 
 def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
@@ -38,8 +40,8 @@ def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
     }
     words = [str(w) for name, v in expected.items() for w in (f"--{name.replace('_', '-')}", v)]
     request = plan._request(parser.parse(["plan", "Bring it.", *words]))
-    assert request == PlanRequest(prompt="Bring it.", stream="text", **expected)
-    assert plan._request(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="text")
+    assert request == PlanRequest(prompt="Bring it.", stream="all", **expected)
+    assert plan._request(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="all")
 
 
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]
@@ -69,20 +71,124 @@ def test_a_chat_is_read_before_it_is_sent(tmp_path: Path) -> None:
         assert main.main(["plan", *words]) == 2
 
 
-def mock_pieces() -> list[str]:
-    """The texts of the mock's pieces."""
+def mock_chunks() -> list[Chunk]:
+    """The chunks of the mock's plan."""
     with LocalPlanner(MockBackend(ServeConfig())) as planner:
-        return [e.text or "" for e in planner.stream(PlanRequest(prompt="x", stream="text"))][:-1]
+        events = planner.stream(PlanRequest(prompt="x", stream="all"))
+        return [event for event in events if isinstance(event, Chunk)]
 
 
-@pytest.mark.parametrize("lost", [3, len(mock_pieces()) - 1])
-def test_pieces_that_are_missing_are_reported_and_the_answer_is_whole(
-    lost: int, house: Any, capsys: Any
-) -> None:
-    run_plan("Bring it.", "--server", house.skipping(lost).endpoints[0])
+def test_the_plan_alone_goes_to_stdout(house: Any, capsys: Any) -> None:
+    assert run_plan("Bring it.", "--server", house.mock().endpoints[0]) == 0
     out, err = capsys.readouterr()
-    assert out == "".join(mock_pieces()[:lost]) + "\n" * bool(lost) + PLAN + "\n"
-    assert err.splitlines()[1] == f"{plan.GAP}; the whole answer follows"
+    assert json.loads(out) == json.loads(PLAN)
+    assert out.count("\n") == 1
+    thinking = "".join(c.text or "" for c in mock_chunks() if c.kind == "thinking")
+    assert thinking.strip() in err
+    assert "plan valid" in err.splitlines()[-1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_the_plan_is_a_table(house: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    assert run_plan("Bring it.", "--server", house.mock().endpoints[0]) == 0
+    lines = screen.getvalue().splitlines()
+    assert "plan" in lines[0]
+    assert any("goal: cup on table" in line for line in lines)
+    assert not any(PLAN[:20] in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["thinking", "text"])
+def test_thinking_that_is_missing_is_marked_and_the_plan_is_whole(
+    kind: str, house: Any, capsys: Any
+) -> None:
+    chunks = [chunk.kind for chunk in mock_chunks()]
+    lost = len(chunks) - 1 - chunks[::-1].index(kind)
+    first = chunks.index("thinking")
+    assert run_plan("Bring it.", "--server", house.skipping(lost).endpoints[0]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads(PLAN)
+    assert err.count(plan.GAP) == (kind == "thinking" and lost > first)
+
+
+WHOLE: dict[str, Any] = {"goal": "x", "steps": [], "needs_clarification": None}
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)], ids=["plan", "json"])
+@pytest.mark.parametrize(
+    ("result", "status", "word"),
+    [
+        (Result(finish_reason="stop", plan=WHOLE, plan_valid=True), 0, "plan valid"),
+        (
+            Result(finish_reason="deadline", status="partial", plan=WHOLE, plan_valid=True),
+            3,
+            "plan cut short",
+        ),
+        (Result(finish_reason="stop", status="error", plan=WHOLE), 1, "plan not valid"),
+        (Result(finish_reason="grammar_dead_end", status="error", plan=WHOLE, plan_valid=True), 1,
+         "plan not valid"),
+        (Result(finish_reason="stop", text="Hello."), 1, "no plan: the answer is a text"),
+        (Result(finish_reason="length", status="partial", text='{"goal'), 1, "no plan"),
+    ],
+    ids=["ok", "partial", "invalid", "dead end", "text", "fragment"],
+)  # fmt: skip
+def test_the_exit_status_says_whether_there_is_a_plan_to_act_on(
+    words: tuple[str, ...], result: Result, status: int, word: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(client.RemotePlanner, "stream", lambda *_: iter([result]))
+    assert main.main(["plan", "x", *words]) == status
+    out, err = capsys.readouterr()
+    assert word in err.splitlines()[-1]
+    if words:
+        assert json.loads(out)["status"] == result.status
+    else:
+        assert out == ("" if status == 1 else json.dumps(WHOLE) + "\n")
+        assert (result.text or "") in err
+
+
+BLAMED = {
+    "bad_request", "unsupported_version", "unauthorized", "too_large", "prompt_too_long",
+    "schema_invalid", "schema_unsupported",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", typing.get_args(Code))
+def test_every_error_of_a_server_has_an_exit_status(
+    code: Code, monkeypatch: Any, capsys: Any
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PlanError(code, "no plan")
+
+    monkeypatch.setattr(client.RemotePlanner, "stream", refuse)
+    assert main.main(["plan", "x"]) == {"unreachable": 4}.get(code, 2 if code in BLAMED else 5)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_prompt_comes_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
+    (task := tmp_path / "task.txt").write_text("Bring \u00e4 cup.\n\n", encoding="utf-8")
+
+    def prompt(text: str) -> str | None:
+        return plan._request(parser.parse(["plan", text])).prompt
+
+    assert prompt(f"@{task}") == "Bring \u00e4 cup."
+    for text in ("-", "@-"):
+        kept = os.dup(0)
+        try:
+            with task.open() as file:
+                os.dup2(file.fileno(), 0)
+            assert prompt(text) == "Bring \u00e4 cup."
+            os.fstat(0)  # still open
+        finally:
+            os.dup2(kept, 0)
+            os.close(kept)
+    task.write_bytes(b"\xff")
+    for wrong in (f"@{task}", f"@{tmp_path}/none", f"@{tmp_path}", "@", "", " \n"):
+        with pytest.raises(RequestError, match="^TEXT "):
+            prompt(wrong)
 
 
 def test_a_server_with_a_secret(house: Any, tmp_path: Path, capsys: Any) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, TextIO
 
+from rich.console import Console
+
 from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
 from thor_dflash.config.tree import Config
+from thor_dflash.core.message_text import visible
 from thor_dflash.core.progress import Progress, amount, print_line
 
 if TYPE_CHECKING:
@@ -28,9 +31,11 @@ class Printer:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._colour = stream.isatty()
+        self._terminal = stream.isatty()
+        self._colour = self._terminal and Console(file=stream).color_system is not None
         self._dim = False
-        self._begun = False
+        self._ended = True
+        """Whether the text so far ends with a line end."""
 
     def show(self, pieces: Iterable[TextPiece]) -> None:
         """Write some pieces of text."""
@@ -38,16 +43,16 @@ class Printer:
             if self._colour and piece.thinking != self._dim:
                 self._dim = piece.thinking
                 self._stream.write(DIM if self._dim else PLAIN)
-            self._stream.write(piece.text)
-            self._begun = True
+            # A terminal would obey control characters of the model's text.
+            self._stream.write(visible(piece.text, keep="\n\t") if self._terminal else piece.text)
+            self._ended = piece.text.endswith("\n") if piece.text else self._ended
         self._stream.flush()
 
     def close(self) -> None:
         """End the line and reset the colour. Idempotent."""
-        if self._begun:
-            self._stream.write((PLAIN if self._dim else "") + "\n")
-            self._stream.flush()
-        self._begun = self._dim = False
+        self._stream.write((PLAIN if self._dim else "") + ("" if self._ended else "\n"))
+        self._stream.flush()
+        self._ended, self._dim = True, False
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""`thor-dflash plan`: requests one plan from a server and prints it as it arrives."""
+"""`thor-dflash plan`: requests one plan from a server. The plan goes to stdout; thinking, progress
+and everything else to stderr.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,33 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
 
+from thor_dflash.cli import exit_status
 from thor_dflash.cli.commands.generate import Printer
-from thor_dflash.cli.input_files import read_chat, read_schema
+from thor_dflash.cli.input_files import read_chat, read_prompt, read_schema
 from thor_dflash.config.tree import Config
+from thor_dflash.core.plan_table import TableConsole, plan_panel
 from thor_dflash.core.progress import Progress, ProgressTask, print_line
 from thor_dflash.runtime.text.thinking import TextPiece
 
 if TYPE_CHECKING:
-    from thor_dflash.serving.protocol.messages import Event, PlanRequest, Result
+    from thor_dflash.serving.protocol.messages import Chunk, Event, PlanRequest, Result
 
 
-GAP = "pieces are missing here: the server dropped them, as they were not read in time"
+GAP = " [...] "
+"""Stands for pieces of the thinking that the server dropped, as they were not read in time."""
+STATES = {
+    exit_status.OK: ("valid", "green"),
+    exit_status.PARTIAL: ("cut short: the whole steps so far", "yellow"),
+    exit_status.WRONG: ("not valid", "red"),
+}
+"""Exit status -> what it says of a plan, and its colour."""
 
 
-def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Request a plan from a server and print it."""
+def run(args: Namespace, config: Config, progress: Progress) -> int:
+    """Request a plan from a server and print it; return the exit status."""
     from thor_dflash.core.extras import extra
 
     with extra("serve"):
@@ -35,20 +46,21 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     connection.check(args.server, options, "--server")
     with RemotePlanner(args.server, options) as planner:
         request = _request(args)
-        waiting = progress.task(f"waiting for {args.server}")
-        if args.json:
-            with waiting:
-                result = planner.plan(request)
-            print(json.dumps(_table(result)))
-            return
-        result = _show(_begun(planner.stream(request), waiting))
-    print_line(sys.stderr, _summary(result))
+        with _Display(progress, f"waiting for {args.server}") as display:
+            result = display.follow(planner.stream(request))
+    status = _status(result)
+    if args.json:
+        print(json.dumps(_table(result)))
+    else:
+        _print(result, status)
+    print_line(sys.stderr, _summary(result, status))
+    return status
 
 
 def _request(args: Namespace) -> PlanRequest:
     from thor_dflash.serving.protocol.messages import Message, PlanRequest
 
-    given: dict[str, Any] = {"stream": "text"}
+    given: dict[str, Any] = {"stream": "all"}
     for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
         if (value := vars(args)[name]) is not None:
             given[name] = value
@@ -57,35 +69,88 @@ def _request(args: Namespace) -> PlanRequest:
     if args.messages is not None:
         turns: list[dict[str, Any]] = [*read_chat(args.messages)]
         given["messages"] = tuple(Message(**turn) for turn in turns)
-    return PlanRequest(prompt=args.prompt, **given)
+    if args.prompt is not None:
+        given["prompt"] = read_prompt("TEXT", args.prompt)
+    return PlanRequest(**given)
 
 
-def _begun(events: Iterator[Event], waiting: ProgressTask) -> Iterator[Event]:
-    """Pass on the events; ends `waiting` at the first."""
-    with waiting:
-        first = next(events)
-    yield first
-    yield from events
+class _Display:
+    """Shows on stderr how far a plan is: its thinking as text, the rest as tasks in progress."""
 
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._printer = Printer(sys.stderr)
+        self._open = ExitStack()
+        self._task: ProgressTask | None = None
+        self._phase = ""
+        self._tokens = {True: 0, False: 0}
+        """Tokens of the prompt that were read, and those that were committed after it."""
+        self._lost = 0
+        """Chunks that are missing."""
+        self._begin("", label)
 
-def _show(events: Iterator[Event]) -> Result:
-    """Print the pieces of a plan up to the first that is missing; then its answer, once whole."""
-    from thor_dflash.serving.protocol.messages import Chunk
+    def __enter__(self) -> Self:
+        return self
 
-    printer, missing = Printer(sys.stdout), False
-    with closing(printer):
-        for seq, event in enumerate(events):
-            missing = missing or event.seq != seq
+    def __exit__(self, *error: Any) -> None:
+        self._printer.close()
+        self._open.__exit__(*error)
+
+    def follow(self, events: Iterator[Event]) -> Result:
+        """Show the chunks of a plan; return its result."""
+        from thor_dflash.serving.protocol.messages import Chunk
+
+        for number, event in enumerate(events):
             if not isinstance(event, Chunk):
-                break
-            if event.text is not None and not missing:
-                printer.show([TextPiece(event.text, event.kind == "thinking")])
-        else:
-            raise AssertionError("a stream ends with its result")
-    if missing:
-        print_line(sys.stderr, f"{GAP}; the whole answer follows")
-        print(event.text)
-    return event
+                return event
+            if event.seq - number > self._lost and self._phase == "thinking":
+                self._printer.show([TextPiece(GAP, thinking=True)])
+            self._lost = event.seq - number
+            self._show(event)
+        raise AssertionError("a stream ends with its result")
+
+    def _show(self, chunk: Chunk) -> None:
+        if chunk.kind == "thinking" and chunk.text:
+            if self._phase != "thinking":
+                self._begin("thinking")
+            self._printer.show([TextPiece(chunk.text, thinking=True)])
+        elif chunk.phase == "prefill" and self._phase != "prefill":
+            self._begin("prefill", "reading the prompt")
+        elif chunk.kind == "text" and self._phase != "answer":
+            self._begin("answer", "writing the plan")
+        if chunk.tokens is not None:
+            reading = chunk.phase == "prefill"
+            if self._task is not None and chunk.phase == self._phase:
+                self._task.advance(chunk.tokens - self._tokens[reading])
+            self._tokens[reading] = chunk.tokens
+
+    def _begin(self, phase: str, label: str = "") -> None:
+        self._printer.close()
+        self._open.close()
+        self._phase, self._task = phase, None
+        if label:
+            self._task = self._open.enter_context(self._progress.task(label, None, "tokens"))
+
+
+def _status(result: Result) -> int:
+    if result.plan is None or not result.plan_valid or result.status == "error":
+        return exit_status.WRONG
+    return exit_status.OK if result.status == "ok" else exit_status.PARTIAL
+
+
+def _print(result: Result, status: int) -> None:
+    """Print the plan to stdout. One that is not valid goes to stderr: what reads a pipe does not
+    see the exit status, and could act on it.
+    """
+    text = result.text or ""
+    if result.plan is None or status == exit_status.WRONG:
+        print_line(sys.stderr, text)
+    elif sys.stdout.isatty():
+        console = TableConsole(file=sys.stdout, highlight=False)
+        text = json.dumps(result.plan, indent=2, ensure_ascii=False)
+        console.print(plan_panel(result.plan, text, *STATES[status]))
+    else:
+        print(json.dumps(result.plan))
 
 
 def _table(result: Result) -> Any:
@@ -94,11 +159,12 @@ def _table(result: Result) -> Any:
     return msgspec.to_builtins(result)
 
 
-def _summary(result: Result) -> str:
+def _summary(result: Result, status: int) -> str:
     usage, timings, spec = result.usage, result.timings, result.spec
+    none = "no plan: the answer is a text" if result.status == "ok" else "no plan"
     words = [
         f"{usage.thinking_tokens} thinking and {usage.output_tokens} answer tokens",
-        f"plan {'valid' if result.plan_valid else 'not valid'}",
+        none if result.plan is None else f"plan {STATES[status][0]}",
         f"ended by {result.finish_reason}",
     ]
     if timings is not None:
