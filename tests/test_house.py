@@ -32,7 +32,7 @@ MAY = dict(
     tensorrt_bindings tests/*
     onnxruntime runtime/engines/onnxruntime_import.py
     tokenizers runtime/text/tokenizer.py calib/nano/* tests/*
-    jinja2 thor_dflash/cli/report/* runtime/text/chat_template.py calib/nano/* tests/*
+    jinja2 thor_dflash/cli/report/* runtime/text/template_worker.py calib/nano/* tests/*
     llguidance runtime/grammar/* tests/*
     rich thor_dflash/core/pro* thor_dflash/core/plan* thor_dflash/cli/commands/* calib/demo* tests/*
     zmq serving/* tests/*

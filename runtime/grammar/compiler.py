@@ -235,12 +235,12 @@ def within(seconds: float, work: Callable[[], T], unbegun: Callable[[], None] = 
         RuntimeError: the system gives no thread.
     """
     results: list[T] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(work())
-        except Exception as e:  # handed to the caller below, whatever it is
+        except BaseException as e:  # handed to the caller below, whatever it is
             errors.append(e)
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)

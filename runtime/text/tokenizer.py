@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as HfTokenizer
 
-from thor_dflash.core.errors import PackageError
+from thor_dflash.core.errors import PackageError, RequestError, ThorError
 from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.text.chat_template import Template
@@ -71,11 +72,9 @@ class Tokenizer:
             CheckpointError: tokenizer_config.json is not valid.
         """
         path = directory / files.TOKENIZER
-        try:
+        with _faults(PackageError, f"{path} must be a tokenizer"):
             # Not from_file: it takes no path whose bytes are not UTF-8.
             tokenizer = HfTokenizer.from_buffer(path.read_bytes())
-        except Exception as e:  # the library raises plain Exception for a file it cannot read
-            raise PackageError(f"{path} must be a tokenizer (got: {e})") from e
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
             kind = type(tokenizer.decoder).__name__
             raise PackageError(f"{path}: decoder must be ByteLevel (got {kind})")
@@ -88,12 +87,14 @@ class Tokenizer:
         """Token ids of `text`; text that spells an added token becomes that token.
 
         Raises:
-            RequestError: `text` holds lone surrogates: its source was not UTF-8.
+            RequestError: `text` holds lone surrogates: its source was not UTF-8. Or the tokenizer
+                cannot split it: the pattern of Qwen's fails at ten million spaces in a row.
         """
         check_utf8("text", text)
-        # A batch of one, because `encode` holds the interpreter's lock: with a long text it would
-        # stop every other thread for a second. Without offsets, which nobody reads.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with _faults(RequestError, "text must be one that the tokenizer can split"):
+            # A batch of one, because `encode` holds the interpreter's lock: with a long text it
+            # would stop every other thread for a second. Without offsets, which nobody reads.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def least(self, text: str) -> int:
         """A lower bound on the tokens of `text`; 0 if the tokenizer gives none. Does not encode,
@@ -222,6 +223,19 @@ class Answer:
 def open_at_end(text: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the answer to this prompt begins inside the thinking block."""
     return Thinking(text.marks, prompt).inside
+
+
+@contextmanager
+def _faults(error: type[ThorError], rule: str) -> Generator[None]:
+    """Report whatever the library raises as `error`. It raises plain Exception for bad input, and a
+    panic of its Rust code is not even that.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as e:
+        raise error(f"{rule} (got: {e})") from e
 
 
 def _add_missing(tokenizer: HfTokenizer, directory: Path) -> frozenset[int]:

@@ -240,7 +240,10 @@ class SessionBackend:
         if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
             rule = f"{field} must be <= {limit} tokens (got {least} or more)"
             raise PlanError("prompt_too_long", rule, field=field)
-        return tuple(self.tokenizer.encode(text))
+        try:
+            return tuple(self.tokenizer.encode(text))
+        except RequestError as e:
+            raise PlanError("bad_request", errors.refusal(e), field=field) from e
 
     def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
         if name is None:

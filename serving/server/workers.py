@@ -274,7 +274,7 @@ def _begun(
         backend.warm()
     except ThorError as e:
         emit(ServerFailed(e))
-    except Exception:
+    except BaseException:  # as in _guard
         log(traceback.format_exc())
         emit(
             ServerFailed(ThorError("the backend must load (got an unexpected fault, see the log)"))
@@ -345,7 +345,9 @@ def _queued(result: messages.Result, queue_ms: float) -> messages.Result:
 
 
 def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
-    """Turn every failure into an answer. Unforeseen ones are logged; their text is not sent."""
+    """Turn every failure into the answer of its request, also a panic of a Rust library, which is
+    no Exception. Unforeseen ones are logged; their text is not sent.
+    """
     try:
         return work()
     except PlanError as e:
@@ -355,6 +357,6 @@ def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
     except ThorError as e:
         log(f"engine fault: {e}")
         return PlanError("engine_fault", FAULT)
-    except Exception:
+    except BaseException:
         log(traceback.format_exc())
         return PlanError("internal", UNEXPECTED)

@@ -158,7 +158,8 @@ def test_template_dialect(tmp_path: Path) -> None:
     ("source", "error", "message"),
     [
         ("{% if %}", PackageError, "chat template must be valid jinja"),
-        ("{{ 1 / 0 }}", PackageError, "chat template must run .got ZeroDivisionError"),
+        ("{{ 1 / 0 }}", RequestError, "template .got: ZeroDivisionError"),
+        ("{{ '\\ud800' }}", RequestError, "template .got: UnicodeEncodeError"),
         ("{{ ''.__class__.__mro__ }}", RequestError, "must suit the chat template.*unsafe"),
         ("{{ raise_exception('No user query') }}", RequestError, "template .got: No user query"),
         ("{{ messages.append(1) }}", RequestError, "append.* is unsafe"),
@@ -188,6 +189,17 @@ def test_template_failures(
 def test_a_chat_is_checked(messages: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         chat(messages)
+
+
+def test_a_text_at_which_the_library_panics_is_refused(tmp_path: Path) -> None:
+    """As Qwen's own pattern does at ten million spaces, here for a text that takes less time."""
+    make(tmp_path)
+    split = {"type": "Split", "pattern": {"Regex": r"^(a|aa)+\1c"}, "behavior": "Isolated"}
+    edit(tmp_path, "tokenizer.json", pre_tokenizer={**split, "invert": False})
+    text = Tokenizer.load(tmp_path)
+    with pytest.raises(RequestError, match="can split .got: Onig"):
+        text.encode("a" * 40)
+    assert text.decode(text.encode("aa")) == "aa"
 
 
 def test_a_missing_or_unsupported_tokenizer_is_refused(tmp_path: Path) -> None:

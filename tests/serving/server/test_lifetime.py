@@ -132,7 +132,7 @@ def test_a_thread_that_dies_ends_the_server(
 
     backend = MockBackend(ServeConfig(), 0.002)
     if thread == "checks":
-        monkeypatch.setattr(backend, "prepare", panic)
+        monkeypatch.setattr("thor_dflash.serving.server.workers._guard", panic)
     else:
         monkeypatch.setattr("thor_dflash.serving.server.server.write", panic)
     server = house.serve(backend, trace_slow_ms=1, trace_dir=str(tmp_path))

@@ -66,14 +66,18 @@ def test_a_chain_of_proxies_has_an_end(house: Any, hops: int, type_: str) -> Non
     assert msgspec.json.decode(peer.socket.recv_multipart()[-1])["type"] == type_
 
 
+class Panic(BaseException):
+    """Like a panic in a Rust library, which is no Exception."""
+
+
 @pytest.mark.parametrize(
     ("fault", "code"),
     [(EngineError("/secret/decode.onnx must run"), "engine_fault"),
-     (ZeroDivisionError("/secret"), "internal")],
+     (ZeroDivisionError("/secret"), "internal"), (Panic("/secret"), "internal")],
 )  # fmt: skip
 @pytest.mark.parametrize("at", ["prepare", "start", "validate"])
 def test_a_fault_is_logged_and_its_text_not_sent(
-    house: Any, monkeypatch: pytest.MonkeyPatch, at: str, fault: Exception, code: str
+    house: Any, monkeypatch: pytest.MonkeyPatch, at: str, fault: BaseException, code: str
 ) -> None:
     def fail(*args: object) -> Any:
         raise fault
@@ -82,7 +86,7 @@ def test_a_fault_is_logged_and_its_text_not_sent(
     monkeypatch.setattr(backend, at, fail)
     peer = house.peer(house.serve(backend))
     reply = peer.ask(op="validate" if at == "validate" else "plan", prompt="x", id="p")
-    assert reply["code"] == code
+    assert (reply["code"], reply["retryable"]) == (code, code == "engine_fault")
     health = peer.ask(op="health", id="h")
     assert bool(health["error"]) == (at == "start")
     assert "secret" not in str((reply, health))

@@ -1,0 +1,151 @@
+"""The script of the process that renders chat templates: see template_process.py.
+
+Reads requests from stdin, each a line of JSON with "source", "names", "messages" and "thinking";
+with null for the messages a template is only compiled.
+Writes answers to stdout, each a line `<kind> <bytes>` and so many bytes of UTF-8: a kind of `text`
+with the text, or `invalid` (the template) or `refused` (the messages) with the reason.
+
+Imports nothing of thor-dflash, so that it starts quickly and needs little memory. It ends by itself
+when its stdin ends or when a rendering exceeds its limits (SIGPROF, MemoryError).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+KEPT = 4
+"""Compiled templates that are kept."""
+REASON = 1000
+"""Most characters of an error, which may quote what the template made."""
+
+
+class _TooLong(Exception):
+    """The text exceeds its limit."""
+
+
+class _Generation(Extension):
+    """The tag around a model's own output, which only training uses."""
+
+    tags = {"generation"}  # noqa: RUF012  # declared so by jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope, as in transformers: what is set inside is not seen after it.
+        return nodes.Scope(body, lineno=line)
+
+
+def answer(request: Mapping[str, Any], limit: int) -> tuple[str, bytes]:
+    """Render one request to a text of at most `limit` characters. Returns kind and text."""
+    try:
+        template = _compiled(request["source"])
+    except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError) as e:
+        # Jinja turns a template into Python, whose compiler has limits and rules of its own.
+        return "invalid", _reason(str(e))
+    except Exception as e:  # jinja computes constant expressions, which can raise anything
+        return "invalid", _reason(f"{type(e).__name__}: {e}")
+    if request["messages"] is None:
+        return "text", b""
+    try:
+        return "text", _text(template, request, limit).encode()
+    except _TooLong:
+        return "refused", _reason(f"more than {limit} characters")
+    except jinja2.TemplateError as e:
+        return "refused", _reason(str(e))
+    except Exception as e:  # a template is a program and can raise anything
+        return "refused", _reason(f"{type(e).__name__}: {e}")
+
+
+def _reason(text: str) -> bytes:
+    return text[:REASON].encode(errors="backslashreplace")
+
+
+def _text(template: jinja2.Template, request: Mapping[str, Any], limit: int) -> str:
+    parts, length = list[str](), 0
+    for part in template.generate(
+        request["names"],
+        messages=request["messages"],
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        enable_thinking=request["thinking"],
+    ):
+        parts.append(part)
+        length += len(part)
+        if length > limit:
+            raise _TooLong
+    return "".join(parts)
+
+
+@lru_cache(KEPT)
+def _compiled(source: str) -> jinja2.Template:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    env.filters["tojson"] = _tojson
+    # update, not assignment: jinja types the values of its own globals only.
+    env.globals.update(_globals())
+    return env.from_string(source)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes for HTML, and a prompt is not HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _globals() -> dict[str, Any]:
+    return {"raise_exception": _refuse, "strftime_now": _now}
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def main(seconds: float, memory: int, limit: int) -> None:
+    """Answer requests until stdin ends. `seconds` of processor time for each, `memory` in bytes for
+    the process, `limit` in characters of a text.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    least = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (least, least))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for line in sys.stdin.buffer:
+        # Processor time, which other programs on the machine do not use up.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind, text = answer(json.loads(line), limit)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(f"{kind} {len(text)}\n".encode() + text)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
