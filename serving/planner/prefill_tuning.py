@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
@@ -33,10 +34,16 @@ def choose_chunk(
             break
     else:
         idle = f" ({idle_ms:.0f} of them serve.yield_us)" if idle_ms else ""
+        remedy = (
+            f"build the package with smaller steps: thor-dflash build ... --set "
+            f"'build.chunks=[{model.chunk // 2}]' --force; or "
+            if model.chunk > 1
+            else ""
+        )
         log(
-            f"a prefill step of {model.chunk} tokens takes {took:.0f} ms{idle} and "
-            f"serve.cancel_ms is {limit_ms:.0f}: a cancel waits longer; build.chunks gives a "
-            "package smaller steps"
+            f"warning: a prefill step of {model.chunk} tokens takes {took:.0f} ms{idle}, and "
+            f"serve.cancel_ms is {limit_ms:.0f}: a cancel waits longer. To change it, {remedy}"
+            f"accept it: thor-dflash serve ... --set serve.cancel_ms={math.ceil(took)}"
         )
     return took
 

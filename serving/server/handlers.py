@@ -24,6 +24,7 @@ from thor_dflash.serving.server import hello, host_info, workers
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.lifecycle import FAILED, RETRY_MS, Lifecycle
 from thor_dflash.serving.server.pending import PendingRequests
+from thor_dflash.serving.server.plan_log import plan_line
 from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler, job_of
 from thor_dflash.serving.server.stats import Stats
 from thor_dflash.serving.server.workers import (
@@ -353,29 +354,37 @@ class RequestHandlers:
         """Send the one final answer of a job."""
         if not self.scheduler.remove(job):
             return
-        id, seq = job.request.id, job.seq
+        if isinstance(job.request, messages.PlanRequest) and not isinstance(outcome, dict):
+            self._log(plan_line(job, outcome))
         if isinstance(outcome, PlanError):
-            self._log_event("refused", id=id, session=job.session, code=outcome.code, gone=job.gone)
-            planned = isinstance(job.request, messages.PlanRequest)
-            if planned and outcome.code in ("cancelled", "preempted", "deadline"):
-                self.stats.finished[outcome.code] += 1
+            self._answer_error(job, outcome)
+        elif isinstance(outcome, dict):
+            self._log_event("pinned", id=job.request.id, **outcome)
             if not job.gone:
-                self._refuse(job.peer, id, outcome, seq)
-            return
-        if isinstance(outcome, dict):
-            self._log_event("pinned", id=id, **outcome)
-            if not job.gone:
-                self._result(job.peer, id, outcome)
-            return
+                self._result(job.peer, job.request.id, outcome)
+        else:
+            self._answer_result(job, outcome)
+
+    def _answer_error(self, job: Job, error: PlanError) -> None:
+        id = job.request.id
+        self._log_event("refused", id=id, session=job.session, code=error.code, gone=job.gone)
+        planned = isinstance(job.request, messages.PlanRequest)
+        if planned and error.code in ("cancelled", "preempted", "deadline"):
+            self.stats.finished[error.code] += 1
+        if not job.gone:
+            self._refuse(job.peer, id, error, job.seq)
+
+    def _answer_result(self, job: Job, result: messages.Result) -> None:
+        id = job.request.id
         self._log_event(
-            "answered", id=id, session=job.session, finish_reason=outcome.finish_reason,
-            plan_valid=outcome.plan_valid, usage=outcome.usage, timings=outcome.timings,
+            "answered", id=id, session=job.session, finish_reason=result.finish_reason,
+            plan_valid=result.plan_valid, usage=result.usage, timings=result.timings,
         )  # fmt: skip
-        self.stats.result(outcome)
+        self.stats.result(result)
         assert isinstance(job.request, messages.PlanRequest), "a prefix has no result of this kind"
         if not job.gone:
-            result = structs.replace(requested_parts(outcome, job.request), id=id, seq=seq)
-            self._send(job.peer, result, id, seq)
+            answer = structs.replace(requested_parts(result, job.request), id=id, seq=job.seq)
+            self._send(job.peer, answer, id, job.seq)
 
     def _refuse(self, peer: Peer, id: str | None, error: PlanError, seq: int = 0) -> None:
         self.stats.error(error)

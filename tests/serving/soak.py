@@ -51,7 +51,7 @@ def server(*args: str) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert child.stderr
-        endpoint = next(line.split()[-1] for line in child.stderr if line.startswith("ready"))
+        endpoint = next(line.split()[-1] for line in child.stderr if " ready after " in line)
         drain = threading.Thread(
             target=lambda: [log.write(line.encode()) for line in child.stderr or ()]
         )

@@ -270,7 +270,7 @@ def wire(where: Path) -> dict[str, Any]:
             context.socket(zmq.DEALER) as socket,
         ):
             try:
-                assert any(line.startswith("ready") for line in server.stderr or ()), command
+                assert any(" ready after " in line for line in server.stderr or ()), command
                 socket.connect(bind)
                 record[kind] = {name: exchanged(socket, bodies) for name, bodies in requests()}
                 record[kind]["exit status"] = server.wait(PATIENCE_S)

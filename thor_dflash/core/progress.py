@@ -66,13 +66,26 @@ def _part(done: int, total: int | None, unit: str) -> str:
     return f"{amount(done, unit if unit == 'bytes' else '')} of {amount(total, unit)}"
 
 
-def print_line(stream: TextIO, text: str) -> None:
+class LineStream(Protocol):
+    """A stream that lines are printed to."""
+
+    def write(self, text: str, /) -> object:
+        """See TextIO."""
+        ...
+
+    def flush(self) -> object:
+        """See TextIO."""
+        ...
+
+
+def print_line(stream: LineStream, text: str) -> None:
     """Print a line if possible: a full disk or a reader that has gone must not affect the work or
     the exit status.
     """
     with suppress(OSError):
         # In one write, so that Ctrl-C cannot separate the text from its line end.
-        print(f"{text}\n", end="", file=stream, flush=True)
+        stream.write(f"{text}\n")
+        stream.flush()
 
 
 class Silent:
@@ -89,7 +102,7 @@ class Silent:
 class Lines:
     """Plain lines: one at the start of a task, one every INTERVAL, one at the end of a long one."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: LineStream, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
 

@@ -49,6 +49,9 @@ def test_the_largest_step_that_a_cancel_can_wait_for(
     )
     assert (session.model.chunk, got) == (rows, took)
     assert bool(log) == (limit < 16), "a limit that no size keeps is reported"
+    for line in log:  # with what to type
+        assert "thor-dflash build ... --set 'build.chunks=[4]' --force" in line
+        assert "thor-dflash serve ... --set serve.cancel_ms=16" in line
 
 
 def test_what_a_prompt_takes_is_predicted_from_the_sizes_of_its_steps(

@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         children.append(child)
         assert child.stderr
         for line in child.stderr:
-            if line.startswith("ready"):
+            if " ready after " in line:
                 break
         return child
 
@@ -70,6 +70,10 @@ def test_a_signal_drains_and_leaves_time_to_read(
     *_, result = stream
     assert result.status == "ok"  # type: ignore[union-attr]
     assert child.wait(20) == 0
+    assert child.stderr
+    *_, plan, last = child.stderr.read().splitlines()
+    assert " plan id=" in plan
+    assert last.endswith("Z stopped")
 
 
 def test_two_signals_end_at_once(start: Start, planner: RemotePlanner) -> None:

@@ -9,6 +9,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from queue import Full, Queue
 from typing import TYPE_CHECKING, TextIO
@@ -17,7 +18,7 @@ from thor_dflash.cli import stdio
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ThorError
 from thor_dflash.core.message_text import one_line, visible
-from thor_dflash.core.progress import Progress
+from thor_dflash.core.progress import Lines, Progress
 
 if TYPE_CHECKING:
     from thor_dflash.serving.planner.backend import Backend
@@ -44,6 +45,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.serving.server.systemd import notifier
 
     log = Log(sys.stderr)
+    if isinstance(progress, Lines):
+        progress = Lines(log)
 
     def die(status: int) -> None:
         log.close()
@@ -67,6 +70,7 @@ def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
     status = 0
     try:
         server.run()
+        log("stopped")
     except ThorError as e:
         if server.ended() and log.close():
             raise
@@ -93,9 +97,19 @@ class Log:
         self._thread.start()
 
     def __call__(self, text: str) -> None:
-        """Queue a line, or the lines of a traceback. Thread-safe; never blocks."""
+        """Queue a line, or the lines of a traceback, after the time in UTC. Thread-safe; never
+        blocks.
+        """
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         with suppress(Full):
-            self._lines.put_nowait(f"{visible(text.rstrip(), keep=LAYOUT)}\n".encode())
+            self._lines.put_nowait(f"{now} {visible(text.rstrip(), keep=LAYOUT)}\n".encode())
+
+    def write(self, text: str) -> None:
+        """Queue a line, as a stream that progress is printed to."""
+        self(text)
+
+    def flush(self) -> None:
+        """Do nothing: lines are written as they come."""
 
     def close(self) -> bool:
         """Wait at most LAST_S for the last lines; return whether the thread has finished."""
