@@ -70,7 +70,7 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 """Words of the house's first design, where the field has words of its own."""
-OBJECTS = re.compile(r"\b(on|from|off) the (top |upper )?shelf\b|\"shelf\"")
+OBJECTS = re.compile(r"\b(on|from|off) the (top |upper )?shelf\b|\"shelf\"|\"Floor\"")
 """What a robot says of its world."""
 SPOKEN = """
     models/* docs/examples/* docs/robot.md calib/planbench/* tests/calib/planbench/* tests/goldens/*

@@ -220,6 +220,7 @@ class Driver(DriverCalls):
     def __init__(self, index: int = 0, *, shared: bool = False) -> None:
         super().__init__()
         self._context: Any = None
+        self._copy: Any = None
         self._shared = shared
         self("cuInit", 0)
         self._handle = self("cuDeviceGet", index)
@@ -286,8 +287,14 @@ class Driver(DriverCalls):
         """Copy `count` pieces of `nbytes` within the device, in the order of the stream. Source and
         target: the first piece's address, and the bytes from each to the next.
         """
-        copy, device = self.cu.CUDA_MEMCPY2D(), self.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.srcMemoryType = copy.dstMemoryType = device
+        if count == 1:
+            self("cuMemcpyDtoDAsync", target[0], source[0], nbytes, self.stream)
+            return
+        if self._copy is None:  # kept: making one costs more than the call
+            self._copy = self.cu.CUDA_MEMCPY2D()
+            device = self.cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            self._copy.srcMemoryType = self._copy.dstMemoryType = device
+        copy = self._copy
         (copy.srcDevice, copy.srcPitch), (copy.dstDevice, copy.dstPitch) = source, target
         copy.WidthInBytes, copy.Height = nbytes, count
         self("cuMemcpy2DAsync", copy, self.stream)
