@@ -56,12 +56,12 @@ def test_each_plan_is_one_line(house: Any) -> None:
         planner.ping()
         with pytest.raises(PlanError):
             planner.plan(PlanRequest(prompt="x", json_schema={"type": 5}))
-        with pytest.raises(PlanError):
-            planner.plan(PlanRequest(prompt="x", deadline_ms=1))
-    ends = [re.sub(r"id=\w+|session=\w{32}|ms=\d+", "", line).split()[1:3] for line in house.log
-            if line.startswith("plan ")]  # fmt: skip
-    assert ends[0] == ["session=arm", "ended=stop"]
-    assert [end[0] for end in ends[1:]] == ["ended=schema_invalid", "ended=deadline_infeasible"]
+    plans = [line for line in house.log if line.startswith("plan ")]
+    assert [re.findall(r"(?:session|ended)=(\w+)", line)[-1] for line in plans] == [
+        "stop",
+        "schema_invalid",
+    ]
+    assert " session=arm " in plans[0]
 
 
 def test_every_line_has_its_time(tmp_path: Any) -> None:
