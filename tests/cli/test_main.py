@@ -163,11 +163,12 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert err == ""
     assert out.count("\n") == 1
     got = json.loads(out)
-    keys = ["tokens", "text", "thinking", "finish_reason", "usage", "spec", "timings"]
+    keys = ["tokens", "text", "plan", "thinking", "finish_reason", "usage", "spec", "timings"]
     assert list(got) == [*keys, "phases", "close_kind", "notes"]
     assert session.tokenizer
     assert got["tokens"] == session.tokenizer.encode(session.answer)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
+    assert got["plan"] is None
     assert got["usage"] == dataclasses.asdict(USAGE)
     assert got["spec"] == {
         **dataclasses.asdict(SPECULATION),
@@ -176,6 +177,14 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     }
     assert got["timings"] == {**dataclasses.asdict(TIMINGS), "phases_ms": {"host": 1.5}}
     assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
+
+
+def test_json_has_the_plan_of_an_answer_that_is_one(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.answer = 'think</think>{"goal": "x"}'
+    assert generate("--prompt", "hi", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == {"goal": "x"}
 
 
 def test_messages(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

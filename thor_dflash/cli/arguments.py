@@ -78,6 +78,7 @@ def build(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--drafter DIR", "directory of its DFlash drafter; without one, the package decodes "
          "plainly")  # fmt: skip
     _add(sub, "--out PKG", "directory of the package to write", required=True)
+    _add(sub, "--force", "replace a package that is already at --out")
     _settings(sub, "build.engine")
 
 

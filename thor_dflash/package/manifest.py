@@ -48,7 +48,7 @@ CHUNK_STEPS = ("prefill", CHUNKED)
 """Steps with one graph per prefill step size."""
 Size = Annotated[int, Meta(ge=0)]
 """Bytes."""
-REBUILD = "build it again with `thor-dflash build`"
+REBUILD = "build it again with `thor-dflash build --force`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.package.manifest import FileEntry
 from thor_dflash.package.trt_engine import EngineDescription
 
-REBUILD = "build the package here with `thor-dflash build`"
+REBUILD = "build the package here with `thor-dflash build --force`"
 
 
 @dataclass(frozen=True, slots=True)

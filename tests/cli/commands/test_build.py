@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.samples import MANIFEST
 
 from thor_dflash.builders import build as builder
 from thor_dflash.builders.build import make_plan
@@ -20,6 +21,7 @@ from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError
 from thor_dflash.core.model_dims import MIN_CONVERSATION
 from thor_dflash.core.progress import Silent
+from thor_dflash.package import manifest
 from thor_dflash.package.tokenizer_files import addressed_ids
 from thor_dflash.runtime.session import session
 
@@ -132,3 +134,32 @@ def test_eight_stop_ids_below_the_vocabulary_are_taken(target: Path) -> None:
     assert set(stop(*range(6), vocab - 1)) == {*range(6), vocab - 1, *own}
     with pytest.raises(CheckpointError, match=rf"must be below {vocab} \(got {vocab}\)"):
         stop(vocab)
+
+
+def test_a_package_is_replaced_only_with_force_which_says_what_it_was(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+
+    def pretend(source: Path, drafter: None, out: Path, *_: object) -> manifest.Manifest:
+        built.append(out)
+        return MANIFEST
+
+    monkeypatch.setattr(builder, "build", pretend)
+    assert build(target) == 0
+    assert build(target, "--force") == 0, "a force that is not needed is accepted"
+    assert "\nreplaced " not in capsys.readouterr().out
+    (out := target.parent / "package").mkdir()
+    (out / manifest.NAME).write_text(manifest.render(replace(MANIFEST, name="arm")))
+    assert build(target) == 2
+    assert "--force" in capsys.readouterr().err
+    assert len(built) == 2
+    assert build(target, "--force") == 0
+    replaced = f"replaced {out}, a package of arm of {MANIFEST.created}: "
+    assert replaced in capsys.readouterr().out
+    (out / manifest.NAME).write_text(manifest.MAGIC)  # damaged
+    assert build(target) == 2
+    assert build(target, "--force") == 0
+    assert f"replaced {out}, a package of another version or a damaged one" in (
+        capsys.readouterr().out
+    )

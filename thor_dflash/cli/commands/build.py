@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thor_dflash.cli import option_checks
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import CheckpointError, ConfigError, RequestError
+from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError, RequestError
 from thor_dflash.core.message_text import show, visible
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package.tokenizer_files import (
@@ -45,10 +45,15 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     _check_used(args, config.build)
     check_out(args.out)  # before the checkpoints are read
+    earlier = _earlier(args.out)
+    if earlier and not args.force:
+        raise ConfigError(f"--out must be a new directory, or go with --force (got {earlier})")
     chats = _chats(args.target)
     manifest = build(args.target, args.drafter, args.out, config.build, progress)
     progress.close()
     print(f"{args.out}: {_headline(manifest)}")
+    if earlier:
+        print(f"replaced {earlier}")
     print(table(manifest))
     if not manifest.tokenizer:
         print(f"no {TOKENIZER} in {args.target}: the package takes and gives token ids alone")
@@ -74,6 +79,20 @@ def _print_further_stop(target: Path, manifest: Manifest) -> None:
             f"an answer ends at {show(name)} ({further[0]}), the eos_token of {TOKENIZER_CONFIG}, "
             f"too: {GENERATION_CONFIG} names only {', '.join(map(str, stops))}"
         )
+
+
+def _earlier(out: Path) -> str:
+    """Describe the package at `out`; "" if there is none."""
+    from thor_dflash.package import manifest
+
+    if not manifest.is_package(out):
+        return ""
+    try:
+        found = manifest.read(out)
+    except PackageError:
+        return f"{out}, a package of another version or a damaged one"
+    of = found.sources["target"].directory
+    return f"{out}, a package of {found.name or of} of {found.created}: {_headline(found)}"
 
 
 def _check_used(args: Namespace, config: BuildConfig) -> None:

@@ -17,6 +17,7 @@ from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema
 from thor_dflash.config.tree import Config
 from thor_dflash.core.message_text import visible
 from thor_dflash.core.progress import Progress, amount, print_line
+from thor_dflash.serving.planner.partial_json import read_object
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import RequestReport, TokenChunk
@@ -130,6 +131,7 @@ def _result(output: Completion, answer: Answer | None, report: RequestReport) ->
     return {
         "tokens": output.tokens,
         "text": answer.text() if answer else None,
+        "plan": read_object(answer.text()) if answer else None,
         "thinking": answer.thinking() if answer else None,
         "finish_reason": output.finish,
         "usage": dataclasses.asdict(report.usage),
