@@ -38,8 +38,8 @@ MAY = dict(
     zmq serving/* tests/*
     msgspec serving/* thor_dflash/* tests/*
     jsonschema_rs serving/planner/schema_validator.py
-    starlette serving/gateway/app.py tests/*
-    uvicorn thor_dflash/cli/commands/gateway.py tests/*
+    starlette serving/gateway/* tests/*
+    uvicorn serving/gateway/http_server.py tests/*
     prometheus_client serving/gateway/metrics.py
     openai tests/*
     tomli_w thor_dflash/package/manifest.py

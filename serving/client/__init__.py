@@ -6,6 +6,7 @@ They need pyzmq and msgspec, nothing else.
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.async_client import AsyncPlanner
 from thor_dflash.serving.client.client import RemotePlanner
+from thor_dflash.serving.client.connection import LostRequest
 from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result, Validate
 
@@ -16,6 +17,7 @@ __all__ = [
     "Ask",
     "AsyncPlanner",
     "Chunk",
+    "LostRequest",
     "Message",
     "Options",
     "PlanError",

@@ -298,7 +298,7 @@ class AsyncPlanner:
                 seen, inboxes = self._seen, list(self._inboxes.values())
                 await asyncio.sleep(GRACE_S)
                 for inbox in inboxes:
-                    inbox.put_nowait(unreachable(self.endpoint, seen))
+                    inbox.put_nowait(unreachable(self.endpoint, seen, sent=True))
 
     async def close(self) -> None:
         """Close the connection. Pending requests fail at once as unreachable. Idempotent."""

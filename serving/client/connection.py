@@ -32,9 +32,13 @@ SOCKET_OPTIONS = {
 }
 
 
-def unreachable(endpoint: str, seen: int) -> PlanError:
+class LostRequest(PlanError):
+    """`unreachable` after the request was sent: the server may have begun it, or ended of it."""
+
+
+def unreachable(endpoint: str, seen: int, *, sent: bool = False) -> PlanError:
     """Return the error for a server that does not answer. `seen` is the last event of the
-    connection, 0 for none.
+    connection, 0 for none; `sent`: whether the request was sent on it.
     """
     if seen & FAILED_HANDSHAKE:
         why = "it refused the connection: does it want CURVE keys, or other ones?"
@@ -47,7 +51,8 @@ def unreachable(endpoint: str, seen: int) -> PlanError:
     # A refused client stays refused until the keys change: do not retry; a later request may work.
     retryable = not seen & FAILED_HANDSHAKE
     text = f"{endpoint} must answer (got none: {why})"
-    return PlanError("unreachable", text, retryable=retryable)
+    kind = LostRequest if sent else PlanError
+    return kind("unreachable", text, retryable=retryable)
 
 
 def next_state(seen: int, event: int) -> int:

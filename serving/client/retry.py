@@ -218,7 +218,7 @@ class Attempts:
         planned = isinstance(self.request, messages.PlanRequest)
         bounded = not planned or _deadline_ms(self.request) is not None
         if bounded or seen != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return unreachable(endpoint, seen)
+            return unreachable(endpoint, seen, sent=True)
         # The server is connected: the plan is slow, and a retry would take as long again.
         rule = "be answered, or its stream go on, within plan_timeout_s"
         got = f"nothing for {self.options.plan_timeout_s:g} s"

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.core.errors import ConfigError, PlanError
+from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import cut, visible
 from thor_dflash.serving.client.retry import with_time_left
-from thor_dflash.serving.gateway import metrics, openai_api
+from thor_dflash.serving.gateway import auth, metrics, openai_api, replies
 from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.transport.endpoints import is_local
 
 BODY_BYTES = 1 << 20
 """Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
@@ -44,39 +37,12 @@ MODEL = "thor-dflash"
 """Model name to report where that of the server is not known."""
 
 
-def listen_at(config: GatewayConfig) -> tuple[str, int]:
-    """Return the host and port to listen on.
-
-    Raises:
-        ConfigError: malformed, or not loopback and gateway.insecure is not set.
-    """
-    host, _, port = config.listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"gateway.listen must be HOST:PORT (got {config.listen})")
-    if not (is_local(f"tcp://{host}:{port}") or config.insecure):
-        raise ConfigError(
-            f"gateway.listen must be loopback, or have gateway.insecure (got {config.listen})"
-        )
-    return host.strip("[]"), int(port)
-
-
-def listener(config: GatewayConfig) -> socket.socket:
-    """Return the listening HTTP socket. Made here because uvicorn ends the process if it cannot
-    bind.
-
-    Raises:
-        ConfigError: as `listen_at`, or the address is in use or not local to this machine.
-    """
-    host, port = listen_at(config)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as e:
-        raise ConfigError(f"gateway.listen must be a free address (got: {e})") from e
-
-
 def application(config: GatewayConfig) -> Starlette:
-    """Return the ASGI application."""
+    """Return the ASGI application.
+
+    Raises:
+        ConfigError: as `auth.middleware`.
+    """
     gateway = Gateway(config)
     return Starlette(
         routes=[
@@ -86,38 +52,9 @@ def application(config: GatewayConfig) -> Starlette:
             Route("/health", gateway.health),
             Route("/metrics", gateway.metrics),
         ],
-        middleware=[] if config.insecure else [Middleware(LoopbackNames)],
+        middleware=auth.middleware(config),
         lifespan=gateway.lifespan,
     )
-
-
-class LoopbackNames:
-    """Refuses requests for a host that is not this machine's loopback. A web page may let its own
-    name resolve to 127.0.0.1; to the browser the gateway then belongs to that page (DNS rebinding).
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with status 421."""
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host")
-            if host is not None and not _is_loopback(host):  # a browser always names one
-                rule = "the host must be a loopback name without gateway.insecure"
-                text = f"{rule} (got {visible(cut(host)) or 'none'})"
-                await _refused(bad_request(text), status=421)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine's loopback interface."""
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        return False
-    return name is not None and is_local(f"tcp://{name}:0")
 
 
 class Gateway:
@@ -151,15 +88,15 @@ class Gateway:
             chat = openai_api.read(text)
             plan, arrived = openai_api.plan_request(chat), time.monotonic()
             if chat.model and not await self.pool.knows(chat.model):
-                return self._no_model(chat.model)
+                return replies.no_model(chat.model, self.pool.known())
             # A server that has not yet named its model may have been waited for.
             events = self.pool.stream(with_time_left(plan, arrived), chat.model)
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
         except PlanError as e:
             if chat is not None and chat.model and not self.pool.serves(chat.model):
-                return self._no_model(chat.model)
-            reply = _refused(e, chat)
+                return replies.no_model(chat.model, self.pool.known())
+            reply = replies.refused(e, chat)
             if not body.ended:  # else the connection would wait for the rest of it
                 reply.headers["Connection"] = "close"
             return reply
@@ -172,12 +109,12 @@ class Gateway:
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, messages.Result), first
         await events.aclose()  # else its server counts as busy until garbage collection
-        return _json(openai_api.completion(answer, first))
+        return replies.json(openai_api.completion(answer, first))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         data = [_model(name) for name in self.pool.models()]
-        return _json({"object": "list", "data": data})
+        return replies.json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME: a model of any server, ready or not, as in the list."""
@@ -187,23 +124,17 @@ class Gateway:
         try:
             known = await self.pool.knows(name)
         except PlanError as e:
-            return _refused(e)
+            return replies.refused(e)
         if not known:
-            return self._no_model(name)
-        return _json(_model(name))
-
-    def _no_model(self, name: str) -> Response:
-        known = {member.model for member in self.pool.members}
-        reply = _json(openai_api.no_model(name, known), 404)
-        reply.headers["x-should-retry"] = "false"
-        return reply
+            return replies.no_model(name, self.pool.known())
+        return replies.json(_model(name))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 if at least one server is ready, else 503."""
         found = await self.pool.everywhere("health")
         ready = any(health is not None and health["ready"] for _, health in found)
         servers = {member.endpoint: health for member, health in found}
-        return _json({"ready": ready, "servers": servers}, 200 if ready else 503)
+        return replies.json({"ready": ready, "servers": servers}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
@@ -326,23 +257,5 @@ def _sse(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _refused(
-    e: PlanError, chat: openai_api.ChatRequest | None = None, *, status: int | None = None
-) -> Response:
-    """Return an error as an HTTP response."""
-    reply = _json(openai_api.error(e, chat), status or openai_api.STATUS[e.code])
-    # OpenAI's clients obey this header before they look at the status; without it they retry every
-    # 408 and 409, so a plan displaced by a newer one would be sent again and displace the newer.
-    reply.headers["x-should-retry"] = "true" if e.retryable else "false"
-    if e.retry_after_ms is not None:
-        # Retry-After is in whole seconds, and 0 would make the client retry at once.
-        reply.headers["Retry-After"] = str(max(1, math.ceil(e.retry_after_ms / 1e3)))
-    return reply
-
-
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": MODEL}
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
@@ -13,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.message_text import nearest, visible
+from thor_dflash.core.message_text import nearest, show, visible
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
@@ -28,23 +30,48 @@ STATUS: Mapping[Code, int] = {
 FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
 """OpenAI's finish reason for ours; all others become `length`: the text is incomplete."""
 
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
+    "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "n": (1,), "stop": ([],),
+    "store": (False,), "service_tier": ("auto", "default"), "verbosity": ("medium",),
+    "modalities": (["text"],), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "stream_options.continuous_usage_stats": (False,),
+    "stream_options.include_obfuscation": (True, False),
+    "messages.tool_calls": ([],), "messages.annotations": ([],), "messages.audio": ([],),
+    "messages.refusal": ([],), "messages.content.annotations": ([],),
+}  # fmt: skip
+"""Fields of OpenAI's and other servers that this gateway does not support -> the values that ask
+for nothing. With these, or null, a field is as if left out; with another it is refused."""
+NESTED = (
+    "stream_options",
+    "response_format",
+    "chat_template_kwargs",
+    "messages",
+    "messages.content",
+)
+"""Objects, and lists of them, in which such fields are looked for. Schemas, where null has a
+meaning, lie deeper."""
 SUPPORTED: Mapping[str, str] = {
-    "n": "1",
-    "logprobs": "false",
-    "stop": "left out: the end of an answer is the model's",
     "thinking": "on, off or auto",
     "messages.role": "system, developer, user, assistant or tool",
-    "messages.content.type": "text",
+    "messages.content.type": "text or refusal",
     "response_format.type": "text or json_schema",
 }
 """What a field must be, as error text, where its type alone does not say it."""
 
 
-class ContentPart(Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message; only text is supported."""
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A text of a message."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A refusal in an earlier answer: text as any other."""
+
+    refusal: str
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +79,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     have no place for it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart]
+    content: str | list[TextPart | RefusalPart] | None = None
+    """May be left out by an assistant only."""
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -81,8 +109,16 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class TemplateOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = None
+
+
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions. The last six fields are TDP/1's own (`extra_body`)."""
+    """The body of POST /v1/chat/completions, without what is NEUTRAL. The last six fields are
+    TDP/1's own (`extra_body`), those before them have no effect.
+    """
 
     messages: list[ChatMessage]
     model: str = ""
@@ -93,13 +129,16 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     response_format: JsonObjectFormat | TextFormat | JsonSchemaFormat | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Literal[1] | None = None
-    seed: int | None = None
-    stop: None = None
-    logprobs: Literal[False] | None = None
-    user: str | None = None
+    top_k: int | None = None
     reasoning_effort: str | None = None
     """Only `none` is accepted, as `thinking: off`. Other efforts are given as `thinking_budget`."""
+    chat_template_kwargs: TemplateOptions | None = None
+    seed: int | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: int | None = None
     deadline_ms: int | None = None
@@ -109,34 +148,52 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(body: bytes) -> ChatRequest:
-    """Decode the request in a body. OpenAI's clients send null for omitted fields, also for
-    unsupported ones: an assistant message sent back in the next request has `tool_calls` null.
+    """Decode the request in a body, without the values that ask for nothing: clients and proxies
+    send these by themselves.
 
     Raises:
         PlanError: bad_request, naming the field.
     """
+    table = cast("dict[str, Any]", _effective(codec.JSON.decode(body, dict[str, Any])))
     try:
-        return codec.convert(_without_nulls(codec.JSON.decode(body, dict[str, Any])), ChatRequest)
+        return codec.convert(table, ChatRequest)
     except PlanError as e:
         raise _plain(e) from e.__cause__
 
 
-def _without_nulls(table: dict[str, Any]) -> dict[str, Any]:
-    """Drop the null fields of a body, of its direct objects and of its messages. Schemas, where
-    null has a meaning, lie deeper.
+def _effective(value: object, where: str = "", path: str = "") -> object:
+    """Return a value without the fields that are null or NEUTRAL. `where` is its name in the
+    request and `path` its name here, which has no indices.
+
+    Raises:
+        PlanError: bad_request, a field of NEUTRAL has another value.
     """
-    given = {name: _given(value) for name, value in table.items() if value is not None}
-    messages: object = given.get("messages")
-    if isinstance(messages, list):
-        given["messages"] = [_given(message) for message in cast("list[object]", messages)]
-    return given
-
-
-def _given(value: object) -> object:
+    if isinstance(value, list):
+        items = enumerate(cast("list[object]", value))
+        return [
+            _effective(v, f"{where}[{i}]", path) if isinstance(v, dict) else v for i, v in items
+        ]
     if not isinstance(value, dict):
         return value
-    table = cast("dict[str, object]", value)
-    return {name: inner for name, inner in table.items() if inner is not None}
+    found: dict[str, object] = {}
+    for key, inner in cast("dict[str, object]", value).items():
+        named, name = f"{where}.{key}".lstrip("."), f"{path}.{key}".lstrip(".")
+        if inner is None:
+            continue
+        if name in NEUTRAL:
+            _check_neutral(inner, named, NEUTRAL[name])
+        else:
+            found[key] = _effective(inner, named, name) if name in NESTED else inner
+    return found
+
+
+def _check_neutral(value: object, name: str, neutral: tuple[object, ...]) -> None:
+    # To Python true is 1.
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
+        rule = " or ".join(show(v) for v in neutral)
+        raise bad_request(
+            f"{name} must be {rule}: the gateway supports nothing else (got {show(value)})", name
+        )
 
 
 def _plain(e: PlanError) -> PlanError:
@@ -157,28 +214,30 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
     Raises:
         PlanError: bad_request.
     """
-    for name, value, fine in (("temperature", request.temperature, 0), ("top_p", request.top_p, 1)):
-        if value not in (None, fine):
-            raise bad_request(f"{name} must be {fine}: decoding is greedy (got {value})", name)
-    if request.max_tokens and request.max_completion_tokens:
+    _check_greedy(request)
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
         raise bad_request(
             "max_tokens must be left out where max_completion_tokens is given "
             f"(got {request.max_tokens})",
             "max_tokens",
         )
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options must go with stream: true (got false)", "stream_options")
-    thinking = _thinking(request)
+    options = request.stream_options
+    if options is not None and options.include_usage and not request.stream:
+        raise bad_request(
+            "stream_options must be left out without stream: true (got include_usage)",
+            "stream_options",
+        )
     format = request.response_format
     if isinstance(format, JsonObjectFormat):
         raise bad_request(
             "response_format.type must be text or json_schema (got json_object)", "response_format"
         )
     fields: dict[str, Any] = {
-        "messages": [_turn(message) for message in request.messages],
+        "messages": _turns(request.messages),
         "stream": "text" if request.stream else False,
-        "max_tokens": request.max_completion_tokens or request.max_tokens,
-        "thinking": thinking,
+        "max_tokens": next(iter(limits), None),
+        "thinking": _thinking(request),
         "thinking_budget": request.thinking_budget,
         "deadline_ms": request.deadline_ms,
         # All chats of a gateway come from one client: without a session they must not preempt
@@ -193,25 +252,62 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
     return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.PlanRequest)
 
 
+def _check_greedy(request: ChatRequest) -> None:
+    """Refuse sampling. With an explicit temperature of 0 the other numbers have no effect."""
+    greedy = request.temperature == 0
+    for name, value, fine in (
+        ("temperature", request.temperature, (0,)),
+        ("top_p", request.top_p, (1,)),
+        ("top_k", request.top_k, (-1, 0, 1)),
+    ):
+        if not (value is None or value in fine or greedy):
+            rule = " or ".join(map(str, fine))
+            raise bad_request(f"{name} must be {rule}: decoding is greedy (got {value})", name)
+
+
 def _thinking(request: ChatRequest) -> str | None:
-    effort = request.reasoning_effort
-    if effort is None:
-        return request.thinking
-    if effort != "none":
+    effort, options = request.reasoning_effort, request.chat_template_kwargs
+    if effort not in (None, "none"):
         rule = "be none; thinking_budget limits the thinking instead, in tokens"
-    elif request.thinking not in (None, "off"):
-        rule = f"be left out where thinking is {request.thinking}"
-    else:
-        return "off"
-    raise bad_request(
-        f"reasoning_effort must {rule} (got {visible(effort[:40])})", "reasoning_effort"
-    )
+        got = visible(effort[:40])
+        raise bad_request(f"reasoning_effort must {rule} (got {got})", "reasoning_effort")
+    enabled = options.enable_thinking if options is not None else None
+    thinking: str | None = request.thinking
+    for name, value, means in (
+        ("reasoning_effort", effort, "off"),
+        ("chat_template_kwargs.enable_thinking", enabled, "on" if enabled else "off"),
+    ):
+        if value is not None and thinking not in (None, means):
+            rule = f"be left out where thinking is {thinking}"
+            raise bad_request(f"{name} must {rule} (got {show(value)})", name)
+        if value is not None:
+            thinking = means
+    return thinking
 
 
-def _turn(message: ChatMessage) -> dict[str, str]:
+def _turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return the turns of a chat. System messages in a row become one: templates take one."""
+    turns: list[dict[str, str]] = []
+    each = (_turn(message, i) for i, message in enumerate(messages))
+    for role, same in groupby(each, key=itemgetter("role")):
+        if role == "system":
+            turns.append({"role": role, "content": "\n\n".join(turn["content"] for turn in same)})
+        else:
+            turns += same
+    return turns
+
+
+def _turn(message: ChatMessage, index: int) -> dict[str, str]:
     content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if content is None:
+        if message.role != "assistant":
+            name = f"messages[{index}].content"
+            raise bad_request(f"{name} must be present (got nothing)", name)
+        content = ""
+    if not isinstance(content, str):
+        content = "".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
+    role = "system" if message.role == "developer" else message.role
+    turn = {"role": role, "content": content}
     if message.reasoning_content is not None:
         turn["reasoning_content"] = message.reasoning_content
     return turn
@@ -306,12 +402,25 @@ def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def no_key(*, given: bool) -> dict[str, Any]:
+    """Return OpenAI's error for a request without a valid API key, which it does not repeat."""
+    got = "another" if given else "none"
+    return {
+        "error": {
+            "message": f"Authorization must be Bearer and an API key of the gateway (got {got})",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+    }
+
+
 def _field_as_sent(field: str, chat: ChatRequest) -> str:
     if field == "json_schema":
         return "response_format.json_schema.schema"
     if field == "prompt":
         return "messages"
-    if field == "max_tokens" and chat.max_tokens is None and chat.max_completion_tokens:
+    if field == "max_tokens" and chat.max_tokens is None:
         return "max_completion_tokens"
     return field
 

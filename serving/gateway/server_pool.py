@@ -14,7 +14,7 @@ from typing import Any
 
 from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.serving.client import AsyncPlanner, Options, connection
+from thor_dflash.serving.client import AsyncPlanner, LostRequest, Options, connection
 from thor_dflash.serving.client.retry import with_time_left
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.transport import access
@@ -169,7 +169,8 @@ class ServerPool:
 
     def _check_elsewhere(self, e: PlanError, plan: _ActivePlan) -> None:
         """Raise the error to answer with, unless another server may be tried after this refusal."""
-        if e.code not in ELSEWHERE and not _no_prefix(e):
+        # A request that ended its server must not end the next one.
+        if isinstance(e, LostRequest) or (e.code not in ELSEWHERE and not _no_prefix(e)):
             raise e
         if plan.late:
             # Sent again, by the gateway or by its client, it would displace the later plan.
@@ -180,6 +181,10 @@ class ServerPool:
     def serves(self, model: str) -> bool:
         """Return whether the last known model of a server is this one, or unknown."""
         return any(member.model in ("", model) for member in self.members)
+
+    def known(self) -> set[str]:
+        """Return the last known model names of all servers."""
+        return {member.model for member in self.members if member.model}
 
     def models(self) -> list[str]:
         """Return the model names of the ready servers, each once."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from openai import OpenAI
+from support.waiting import until
 
 from thor_dflash.config.serving import GatewayConfig
-from thor_dflash.serving.gateway.app import application
+from thor_dflash.serving.gateway.http_server import http_server, listener
 
 CHAT: list[Any] = [{"role": "user", "content": "Bring the cup."}]
 JSON = {"Content-Type": "application/json"}
@@ -22,15 +21,12 @@ JSON = {"Content-Type": "application/json"}
 @contextmanager
 def gateway(*servers: str, **config: Any) -> Iterator[str]:
     """Run a gateway to these servers and yield its address."""
-    app = application(GatewayConfig(servers=servers, **config))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
+    settings = GatewayConfig(servers=servers, listen="127.0.0.1:0", **config)
+    server, listening = http_server(settings, 30), listener(settings)
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    end = time.monotonic() + 20
-    while not server.started:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

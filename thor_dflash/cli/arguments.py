@@ -58,7 +58,7 @@ def _settings(sub: Arguments, *keys: str) -> None:
         kind: dict[str, Any] = {"metavar": metavar or "|".join(reference.values(key))}
         if not kind["metavar"]:
             kind = {"action": "store_const", "const": "true"}
-        elif metavar == "ENDPOINT":
+        elif metavar in ("ENDPOINT", "NAME"):
             kind["action"] = "append"
         elif metavar in PATHS:
             kind["type"] = _path_setting
@@ -201,7 +201,10 @@ def plan(sub: argparse.ArgumentParser) -> None:
 
 def gateway(sub: argparse.ArgumentParser) -> None:
     """Add the options of `gateway`."""
-    _settings(sub, "gateway.servers", "gateway.listen", "gateway.keys", "gateway.insecure")
+    _settings(
+        sub, "gateway.servers", "gateway.listen", "gateway.api_key_file", "gateway.hosts",
+        "gateway.keys", "gateway.insecure",
+    )  # fmt: skip
 
 
 def keygen(sub: argparse.ArgumentParser) -> None:

@@ -41,6 +41,8 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "serve.log_prompts": ("--log-prompts", ""),
     "gateway.servers": ("--server", "ENDPOINT"),
     "gateway.listen": ("--listen", "HOST:PORT"),
+    "gateway.api_key_file": ("--api-key-file", "FILE"),
+    "gateway.hosts": ("--host", "NAME"),
     "gateway.insecure": ("--insecure", ""),
     "gateway.keys": ("--keys", "DIR"),
 }
@@ -146,7 +148,7 @@ def help_of(key: str) -> str:
     default: object = reduce(getattr, key.split("."), Config())
     text = sentence[0].lower() + sentence[1:]
     if isinstance(default, tuple):
-        return f"{text}; repeatable (default {default[0]})"
+        return f"{text}; repeatable" + (f" (default {default[0]})" if default else "")
     # Otherwise the sentence explains the default.
     return text if default in ("", 0, -1) else f"{text} (default {default})"
 

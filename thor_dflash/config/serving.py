@@ -85,11 +85,17 @@ class GatewayConfig:
     servers: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
     """Plan servers; the least busy one that is ready gets the next request."""
     listen: str = "127.0.0.1:8000"
-    """Address to answer HTTP on, HOST:PORT. Loopback, as for the plan socket; the port is the usual
-    one of such servers."""
+    """Address to answer HTTP on, HOST:PORT. Loopback, as for the plan socket, unless there are API
+    keys or `insecure` is set; the port is the usual one of such servers."""
+    api_key_file: str = ""
+    """File with the API keys of clients, one a line, which only its owner may read; "": none is
+    needed. With keys, other machines may connect. They cross the network unencrypted unless a
+    reverse proxy adds TLS."""
+    hosts: tuple[str, ...] = ()
+    """Host names that clients may use for the gateway, beside those of loopback and, with API keys,
+    any IP address."""
     insecure: bool = False
-    """Let other machines connect, under any host name: this HTTP has neither encryption nor
-    authentication."""
+    """Let other machines connect without API keys, and under any host name."""
     keys: str = ""
     """Directory of the client's CURVE keys; "": the servers use no encryption."""
     token_file: str = ""

@@ -13,58 +13,159 @@ import pytest
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.gateway.openai_api import (
+    NEUTRAL,
     STATUS,
     error,
     plan_request,
     read,
 )
+from thor_dflash.serving.protocol.messages import PlanRequest
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parents[3] / "docs/guide/serving.md").read_text()
 
 
+def asks(*, messages: Any = CHAT, **fields: Any) -> PlanRequest:
+    """What a server is asked for by a body."""
+    return plan_request(read(msgspec.json.encode({"messages": messages, **fields})))
+
+
+def fault(**fields: Any) -> str | None:
+    """The field at fault in a body that is refused; its message must begin with it."""
+    with pytest.raises(PlanError) as caught:
+        asks(**fields)
+    assert caught.value.code == "bad_request"
+    assert caught.value.message.startswith(caught.value.field or "no field")
+    return caught.value.field
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"n": 2}, "n"),
         ({"temperature": 0.7}, "temperature"),
-        ({"tools": []}, "tools"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 20}, "top_k"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": "on"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"add_vision_id": True}}, "chat_template_kwargs.add_vision_id"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}, "thinking": "off"},
+            "chat_template_kwargs.enable_thinking",
+        ),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"max_token": 5}, "max_token"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
         ),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": []}]},
-            "messages[0].tool_calls",
-        ),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "a"}]},
+         "messages[0].tool_call_id"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
-    body = msgspec.json.encode({"messages": CHAT, **fields})
-    with pytest.raises(PlanError) as caught:
-        plan_request(read(body))
-    assert (caught.value.code, caught.value.field) == ("bad_request", field)
-    assert caught.value.message.startswith(field)
+    assert fault(**fields) == field
+
+
+def placed(name: str, value: object) -> dict[str, Any]:
+    """A body with a value at the place that a name of NEUTRAL means."""
+    if name.startswith("messages.content."):
+        part = {"type": "text", "text": "Bring the cup.", name.rpartition(".")[2]: value}
+        return {"messages": [{"role": "user", "content": [part]}]}
+    if name.startswith("messages."):
+        return {"messages": [{**CHAT[0], name.partition(".")[2]: value}]}
+    outer, _, inner = name.partition(".")
+    return {outer: {inner: value} if inner else value}
+
+
+OTHER: tuple[object, ...] = (
+    0, 1, 2, -1, 0.5, True, False, "", "none", "auto", "required", "high", [], ["x"], [{}], {},
+    {"a": 1}, {"type": "function", "function": {"name": "f"}},
+)  # fmt: skip
+"""Values of every type that OpenAI's fields have."""
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_value_that_asks_for_nothing_changes_nothing_and_any_other_is_refused(name: str) -> None:
+    neutral = {msgspec.json.encode(value) for value in NEUTRAL[name]}
+    for value in (None, *NEUTRAL[name]):
+        assert asks(**placed(name, value)) == asks(), value
+    for value in OTHER:
+        same = msgspec.json.encode(value) in neutral
+        if not same:
+            found = fault(**placed(name, value)) or ""
+            assert re.sub(r"\[\d+\]", "", found) == name, value
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        dict.fromkeys(("temperature", "session", "tools", "store")),
+        dict.fromkeys(("temperature", "session", "tools", "store", "chat_template_kwargs")),
         {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None}]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "Bring", "image_url": None},
+            {"type": "refusal", "refusal": " the cup.", "annotations": None},
+        ]}]},
         {"response_format": {"type": "text", "json_schema": None}},
+        {"stream_options": {"include_usage": False}},
+        {"chat_template_kwargs": {}},
+        {"temperature": 0, "top_p": 0.8, "top_k": 20},
+        {"top_p": 1.0, "top_k": -1},
+        {"n": 1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_asks_for_nothing_is_as_if_left_out(fields: dict[str, Any]) -> None:
+    assert asks(**fields) == asks()
+
+
+def test_a_schema_keeps_its_nulls() -> None:
+    schema = {"const": None, "default": None, "stop": [], "n": 2}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert asks(response_format=form).json_schema == schema
+
+
+def test_system_messages_in_a_row_are_one() -> None:
+    def turns(*messages: tuple[str, object]) -> list[tuple[str, str]]:
+        chat = [{"role": role, "content": text} for role, text in messages]
+        return [(turn.role, turn.content) for turn in asks(messages=chat).messages or ()]
+
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    assert turns(("system", "a"), ("developer", parts), ("user", "x"), ("user", "y")) == [
+        ("system", "a\n\nbc"), ("user", "x"), ("user", "y"),
+    ]  # fmt: skip
+    # A template decides about one that is not first.
+    assert turns(("user", "x"), ("system", "a")) == [("user", "x"), ("system", "a")]
+
+
+@pytest.mark.parametrize("absent", [{"content": None}, {}])
+def test_an_answer_without_text_is_an_empty_one(absent: dict[str, None]) -> None:
+    found = asks(messages=[*CHAT, {"role": "assistant", **absent}, *CHAT]).messages
+    assert [turn.content for turn in found or ()] == ["Bring the cup.", "", "Bring the cup."]
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking"),
+    [
+        ({"reasoning_effort": "none"}, "off"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "off"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "on"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "thinking": "off"}, "off"),
     ],
     ids=str,
 )
-def test_null_is_as_if_left_out(fields: dict[str, Any]) -> None:
-    bare = {"messages": CHAT}
-    asks = [plan_request(read(msgspec.json.encode(body))) for body in (bare, {**bare, **fields})]
-    assert asks[0] == asks[1]
+def test_thinking_is_chosen_in_the_words_of_each_client(
+    fields: dict[str, Any], thinking: str
+) -> None:
+    assert asks(**fields) == asks(thinking=thinking)
+
+
+def test_one_limit_may_be_given_in_both_words() -> None:
+    assert asks(max_tokens=5, max_completion_tokens=5).max_tokens == 5
 
 
 def test_what_is_taken_without_effect_has_none() -> None:
@@ -72,10 +173,12 @@ def test_what_is_taken_without_effect_has_none() -> None:
     plain = {"type": "json_schema", "json_schema": {"schema": {}}}
     more = {"type": "json_schema", "json_schema": {"schema": {}, "strict": False, "name": "a"}}
     named = [{**CHAT[0], "name": "Ann"}]
-    for extra in ({"user": "u"}, {"seed": 5}, {"messages": named}, {"response_format": more}):
-        bare = {"messages": CHAT, "response_format": plain}
-        asks = [plan_request(read(msgspec.json.encode(body))) for body in (bare, {**bare, **extra})]
-        assert asks[0] == asks[1]
+    for extra in (
+        {"user": "u"}, {"seed": 5}, {"metadata": {"a": "b"}}, {"safety_identifier": "u"},
+        {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"messages": named},
+        {"response_format": more},
+    ):  # fmt: skip
+        assert asks(**{"response_format": plain, **extra}) == asks(response_format=plain)
         assert f"`{next(iter(extra))}" in found
 
 

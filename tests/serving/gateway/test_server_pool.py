@@ -162,6 +162,18 @@ def test_a_session_goes_elsewhere_only_where_its_own_server_takes_no_plans(
     assert len(other.requests) == elsewhere + 1
 
 
+def test_a_plan_that_ended_its_server_does_not_end_the_next() -> None:
+    class Ending(Fake):
+        async def stream(self, request: PlanRequest) -> AsyncIterator[Any]:
+            self.requests.append(request)
+            raise connection.unreachable("here", 0, sent=True)
+            yield
+
+    servers = Ending(), Ending()
+    assert refusal(pool_of(*servers), ARM) == "unreachable"
+    assert [len(server.requests) for server in servers] == [1, 0]
+
+
 @pytest.mark.parametrize(("over", "servers"), [(False, 1), (True, 2), (False, 2)])
 def test_a_plan_that_lost_its_server_displaces_no_later_one_of_its_session(
     over: bool, servers: int

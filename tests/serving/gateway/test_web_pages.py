@@ -36,7 +36,7 @@ def test_a_page_whose_name_leads_here_is_refused(house: Any, path: str) -> None:
             status, body = asked(address, host, path)
             assert status == 421, host
             message = msgspec.json.decode(body)["error"]["message"]
-            assert message.endswith(f"without gateway.insecure (got {host or 'none'})")
+            assert message.endswith(f"one of gateway.hosts (got {host or 'none'})")
         for host in ("localhost", "LOCALHOST:1", "127.1.2.3:9", "[::1]:8000"):
             assert asked(address, host, "/v1/models")[0] == 200, host
     assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]

@@ -1,0 +1,182 @@
+"""Connections that bring no request: their time limits, their number, their lines in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+from support.http_floods import DESCRIPTORS, FLOODS, POST, flooded, measure
+from support.http_gateway import gateway, get
+from support.waiting import PATIENCE_S, until
+
+from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.gateway import http_server
+
+MODELS = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = '{"messages": [{"role": "user", "content": "x"}]}'
+CHAT = f"{POST.format('/v1/chat/completions')}Content-Length: {len(BODY)}\r\n\r\n{BODY}"
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the gateway logs, line by line."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.extend(self.format(record).splitlines())
+
+    handler = Lines()
+    names = ("uvicorn.error", "asyncio")
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    yield lines
+    for name in names:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def connect(address: str, first: str = "") -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=20)
+    found.sendall(first.encode("latin-1"))
+    return found
+
+
+def status(connection: socket.socket, request: str = "") -> int:
+    """Status of the answer to a request, which is read to its end."""
+    connection.sendall(request.encode())
+    reply = http.client.HTTPResponse(connection)
+    reply.begin()
+    reply.read()
+    return reply.status
+
+
+def lasts(connection: socket.socket, more: str) -> float:
+    """Seconds until a connection is closed that sends something again and again."""
+    begun = time.monotonic()
+    connection.settimeout(0.05)
+    try:
+        while time.monotonic() < begun + 20:
+            try:
+                if not connection.recv(1 << 16):
+                    break
+            except TimeoutError:
+                connection.sendall(more.encode())
+    except OSError:
+        pass
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FLOODS if kind != "slow bodies"])
+def test_a_connection_without_a_request_ends(
+    house: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.3)
+    first, more = FLOODS[kind]
+    with gateway(house.mock().endpoints[0]) as address, closing(connect(address, first)) as one:
+        assert lasts(one, more) < 5
+
+
+def test_neither_an_answer_nor_the_time_before_the_next_request_is_cut(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.1)
+    server, held = house.held()
+    with gateway(server.endpoints[0]) as address, closing(connect(address, CHAT)) as one:
+        assert held.waiting.wait(20)
+        time.sleep(0.3)
+        held.let()
+        assert status(one) == 200
+        time.sleep(0.3)
+        assert status(one, MODELS) == 200
+
+
+SLOW = set(FLOODS) - {"slow headers", "bodies sent to no route"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in FLOODS]
+)
+def test_a_flood_keeps_nobody_from_an_answer(
+    house: Any, monkeypatch: pytest.MonkeyPatch, log: list[str], kind: str
+) -> None:
+    monkeypatch.setattr(http_server, "MOST", 64)
+    monkeypatch.setattr(http_server, "BACKLOG", 8)
+    monkeypatch.setattr(http_server, "_repeats", http_server.Repeats())
+    server = house.mock().endpoints[0]
+    with gateway(server) as address, flooded(address, kind, 150) as flood:
+        until(lambda: flood.opened >= 150)
+        for _ in range(5):
+            assert '"ready":true' in get(f"{address}/health")
+    assert len(log) <= 4, log[:9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_gateway_withstands_a_flood_of_a_thousand_connections(kind: str) -> None:
+    found = measure(kind, 1000, 5.0)
+    assert found.opened >= 1000
+    assert found.failed == 0
+    assert found.ms[-1] < 1e3 * PATIENCE_S
+    assert found.after_ms[-1] < 1e3
+    assert found.descriptors < DESCRIPTORS
+    assert found.log_bytes < 1000
+    assert found.memory_mb < 50
+
+
+def test_the_one_idle_for_longest_makes_room(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MOST", 3)
+    server, held = house.held()
+    with gateway(server.endpoints[0]) as address, ExitStack() as stack:
+        stack.callback(held.let)
+        asking, used, idle = (stack.enter_context(closing(connect(address))) for _ in range(3))
+        asking.sendall(CHAT.encode())
+        assert held.waiting.wait(20)
+        assert status(used, MODELS) == 200
+        newest = stack.enter_context(closing(connect(address)))
+        assert idle.recv(1) == b""
+        assert [status(one, MODELS) for one in (used, newest)] == [200, 200]
+        held.let()
+        assert status(asking) == 200
+
+
+def test_a_log_repeats_itself_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(http_server.time, "monotonic", lambda: now[0])
+    repeats, lines = http_server.Repeats(), []
+
+    def write(text: str, error: Exception | None = None) -> None:
+        info = (type(error), error, None) if error else None
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, text, None, info)
+        if repeats.filter(record):
+            lines.append(logging.Formatter().format(record))
+
+    for _ in range(1000):
+        write("out of system resource\nsocket: 3", OSError(24, "Too many open files"))
+        write("other")
+        write("cancelled", asyncio.CancelledError())
+    now[0] = http_server.REPEAT_S
+    write("other")
+    assert lines == [
+        "out of system resource: [Errno 24] Too many open files", "other", "other (999 times more)",
+    ]  # fmt: skip
+
+
+def test_too_few_descriptors_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, fits in ((256, False), (1024, True), (resource.RLIM_INFINITY, True)):
+        monkeypatch.setattr(http_server.resource, "getrlimit", lambda _, n=limit: (n, n))
+        if fits:
+            http_server.http_server(GatewayConfig(), 0)
+        else:
+            with pytest.raises(ConfigError, match=r"open files must be >= \d+ \(got 256\)"):
+                http_server.http_server(GatewayConfig(), 0)
