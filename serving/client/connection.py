@@ -33,7 +33,8 @@ SOCKET_OPTIONS = {
 
 
 class LostRequest(PlanError):
-    """`unreachable` after the request was sent: the server may have begun it, or ended of it."""
+    """`unreachable` after the request was sent: the server may have begun it, or ended because of
+    it."""
 
 
 def unreachable(endpoint: str, seen: int, *, sent: bool = False) -> PlanError:

@@ -134,7 +134,7 @@ def test_a_gateway_withstands_a_flood_of_a_thousand_connections(kind: str) -> No
     assert found.memory_mb < 50
 
 
-def test_the_one_idle_for_longest_makes_room(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_idle_for_longest_is_replaced(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MOST", 3)
     server, held = house.held()
     with gateway(server.endpoints[0]) as address, ExitStack() as stack:
