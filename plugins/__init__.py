@@ -12,6 +12,7 @@ from thor_dflash.plugins.draft_conv import OP as DRAFT_CONV
 from thor_dflash.plugins.gdn import OP as GDN
 from thor_dflash.plugins.head import OP as HEAD
 from thor_dflash.plugins.linear import OP as LINEAR
+from thor_dflash.plugins.sample import OP as SAMPLE
 from thor_dflash.plugins.selector import OP as SELECTOR
 from thor_dflash.plugins.verify_attention import OP as VERIFY_ATTENTION
 
@@ -25,6 +26,7 @@ OPS: tuple[Op, ...] = (
     HEAD,
     SELECTOR,
     ACCEPT,
+    SAMPLE,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "HEAD",
     "LINEAR",
     "OPS",
+    "SAMPLE",
     "SELECTOR",
     "VERIFY_ATTENTION",
     "Op",

@@ -97,7 +97,7 @@ def _philox(b: FunctionBuilder, counter: list[str], k0: str, k1: str) -> list[st
 
 def _log_parts(b: FunctionBuilder, x: str) -> tuple[str, str]:
     """k, t with x = 2^k (1 + t). The library's logarithm only estimates k: one off is corrected."""
-    guess = b.op("Floor", b.op("Mul", b.op("Log", x), b.f32(numpy_noise.LOG2_E)))
+    guess = b.op("Round", b.op("Mul", b.op("Log", x), b.f32(numpy_noise.LOG2_E)))
     m = b.op("Mul", x, _power(b, b.op("Neg", guess)))
     for bound, step, scale in ((SQRT_HALF, -1.0, 2.0), (2 * SQRT_HALF, 1.0, 0.5)):
         kind = "Less" if step < 0 else "GreaterOrEqual"

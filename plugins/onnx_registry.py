@@ -12,6 +12,7 @@ from thor_dflash.plugins.gdn.onnx_body import body as gdn
 from thor_dflash.plugins.head.onnx_body import body as head
 from thor_dflash.plugins.linear.onnx_body import body as linear
 from thor_dflash.plugins.onnx_builder import BodyMaker
+from thor_dflash.plugins.sample.onnx_body import body as sample
 from thor_dflash.plugins.selector.onnx_body import body as selector
 from thor_dflash.plugins.verify_attention.onnx_body import body as verify_attention
 
@@ -25,4 +26,5 @@ BODIES: Mapping[str, BodyMaker] = {
     "head": head,
     "selector": selector,
     "accept": accept,
+    "sample": sample,
 }

@@ -13,6 +13,7 @@ from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.head import launch as head
 from thor_dflash.plugins.launch import OpKernels
 from thor_dflash.plugins.linear import launch as linear
+from thor_dflash.plugins.sample import launch as sample
 from thor_dflash.plugins.standard import launch as standard
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 
@@ -28,6 +29,7 @@ KERNELS: Mapping[str, OpKernels] = {
         draft_attention.KERNELS,
         context_kv.KERNELS,
         accept.KERNELS,
+        sample.KERNELS,
         *standard.KERNELS,
     )
 }

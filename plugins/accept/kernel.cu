@@ -6,6 +6,15 @@
 constexpr int FAULT = -1;  // as a slice's id: the slice has NaN or positive infinity
 constexpr int STRICT = 0, LOG_MARGIN = 1;
 
+// With SAMPLED, choices come from `sample`, and relaxed rules see its processed logits.
+#if SAMPLED
+#define SAMPLED_PORTS const i32 *sampled, const i32 *last, const float *temperature,
+#define SAMPLED_VALUES , sampled, last, temperature
+#else
+#define SAMPLED_PORTS
+#define SAMPLED_VALUES
+#endif
+
 // See the operator's contract; `mask` may be null.
 struct Call {
     const float* logits;
@@ -16,13 +25,17 @@ struct Call {
     const i32 *close, *strict, *soft;
     const float* soft_margin;
     i32 rows, width, vocab, words, stops, stricts;
+#if SAMPLED
+    const i32 *sampled, *last;
+    const float* temperature;
+#endif
 };
 
 // The summary of a slice, or of a row.
 struct Found {
     Largest best;  // the best allowed id; or id FAULT, see there
     int ahead;     // allowed ids ranked before the draft
-    float sum;     // of exp(logit - best) over the allowed ids
+    float sum;     // of exp((logit - best) / temperature) over the allowed ids that sample keeps
 };
 
 struct Row {
@@ -52,6 +65,20 @@ DEVICE bool contains(const i32* ids, int count, int id) {
     return found;
 }
 
+#if SAMPLED
+// The lowest rank that sample keeps in a row.
+struct Lowest {
+    float logit;
+    int id;
+    DEVICE bool keeps(float x, int of) const { return x > logit || (x == logit && of <= id); }
+};
+
+DEVICE Lowest lowest_of(const Call& c, int row) {
+    const int id = c.last[row];
+    return {allowed_logit(c, row, id), id};
+}
+#endif
+
 // ---- one slice -------------------------------------------------------------------------------
 
 // `mask`: the row's [words].
@@ -76,11 +103,19 @@ DEVICE int count_ahead(const float (&x)[SLICE_HELD], float logit, int id) {
     return ahead;
 }
 
-DEVICE float sum_exp(const float (&x)[SLICE_HELD], float largest) {
+DEVICE float sum_exp(const Call& c, int row, const float (&x)[SLICE_HELD], float largest) {
     if (largest == minus_infinity()) return 0.0f;
     float sum = 0.0f;
+#if SAMPLED
+    const Lowest lowest = lowest_of(c, row);
+#pragma unroll
+    for (int i = 0; i < SLICE_HELD; ++i)
+        if (lowest.keeps(x[i], slice_start() + slice_offset(i)))
+            sum += expf((x[i] - largest) / *c.temperature);
+#else
 #pragma unroll
     for (int i = 0; i < SLICE_HELD; ++i) sum += expf(x[i] - largest);
+#endif
     return sum;
 }
 
@@ -129,7 +164,7 @@ DEVICE Found search_slice(const Call& c, int row) {
         f.best.id = FAULT;
     } else if (draft_logit > minus_infinity()) {
         f.ahead = count_ahead(x, draft_logit, draft);
-        if (*c.rule != LOG_MARGIN) f.sum = sum_exp(x, f.best.value);
+        if (*c.rule != LOG_MARGIN) f.sum = sum_exp(c, row, x, f.best.value);
         block_totals(f.ahead, f.sum);
     }
     return f;
@@ -147,7 +182,7 @@ DEVICE float4 pack(Found f) {
 }
 
 // Combines the slices of one row. Called by one warp; every lane gets the result.
-DEVICE Found combine(const float4* found, int slices, bool with_sum) {
+DEVICE Found combine(const Call& c, const float4* found, int slices, bool with_sum) {
     Found all{{minus_infinity(), 0x7fffffff}, 0, 0.0f};
     bool fault = false;
     for (int s = threadIdx.x % 32; s < slices; s += 32) {
@@ -161,7 +196,11 @@ DEVICE Found combine(const float4* found, int slices, bool with_sum) {
     if (with_sum) {
         for (int s = threadIdx.x % 32; s < slices; s += 32) {
             const Found f = unpack(load_shared_result(found + s));
+#if SAMPLED
+            all.sum += f.sum * expf((f.best.value - all.best.value) / *c.temperature);
+#else
             all.sum += f.sum * expf(f.best.value - all.best.value);
+#endif
         }
         all.sum = warp_total(all.sum);
     }
@@ -181,18 +220,29 @@ DEVICE Row read_row(const Call& c, int row) {
     return r;
 }
 
-// Whether a draft that is not the row's best id is near enough to it. In double, as in the
+// Whether a draft that is not the row's choice is near enough to the best id. In double, as in the
 // reference: logits are exact and the difference is rounded once.
 DEVICE bool accepts_relaxed(const Call& c, const Row& r, const Found& f) {
     const double margin = *c.margin;
+#if SAMPLED
+    const int row = threadIdx.x;
+    if (row < c.rows && !lowest_of(c, row).keeps(r.draft_logit, r.follow)) return false;
+    const double temperature = *c.temperature;
+#endif
     if (margin <= 0 || r.forced >= 0 || !(r.draft_logit > minus_infinity())) return false;
     if (f.ahead >= *c.top_k) return false;
     if (contains(c.strict, c.stricts, r.follow) || contains(c.stop, c.stops, r.follow))
         return false;
     const double draft = r.draft_logit, best = f.best.value;
+#if SAMPLED
+    if (*c.rule == LOG_MARGIN) return draft >= best - margin * temperature;
+    const double all = f.sum;
+    return expf((r.draft_logit - f.best.value) / *c.temperature) / all >= 1.0 / all - margin;
+#else
     if (*c.rule == LOG_MARGIN) return draft >= best - margin;
     const double sum = f.sum;
     return expf(r.draft_logit - f.best.value) / sum >= 1.0 / sum - margin;
+#endif
 }
 
 // Called by one warp; lane i decides row i.
@@ -201,7 +251,12 @@ DEVICE void write_record(const Call& c, const Row& r, const Found& f, i32* recor
     const bool fault = row >= c.rows || f.best.id == FAULT;
     const bool free = r.forced < 0;
     const bool usable = !fault && (!free || f.best.value > minus_infinity());
+#if SAMPLED
+    const int own = row < c.rows ? c.sampled[row] : -1;
+    const int best = !usable ? -1 : free ? own : r.forced;
+#else
     const int best = !usable ? -1 : free ? f.best.id : r.forced;
+#endif
     const double soft_margin = *c.soft_margin;
     const bool soften = usable && free && r.soft_logit > minus_infinity() &&
                         r.soft_logit >= f.best.value - soft_margin;
@@ -241,7 +296,7 @@ DEVICE void finish(const Call& c, const float4* found, int slices, i32* record) 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Row mine = read_row(c, lane);  // loaded before the slices are combined
     for (int row = warp; row < c.rows; row += SLICE_WARPS) {
-        const Found all = combine(found + row * slices, slices, *c.rule > LOG_MARGIN);
+        const Found all = combine(c, found + row * slices, slices, *c.rule > LOG_MARGIN);
         if (lane == 0) of_row[row] = all;
     }
     sync_block();
@@ -253,13 +308,13 @@ KERNEL void __launch_bounds__(SLICE_THREADS, 3)
 accept_rows(const float* logits, const i32* tokens, const i32* forced, const i32* drafted,
             const i32* cap, const i32* stop, const u32* mask, const i32* rule, const i32* top_k,
             const float* margin, const i32* close, const i32* strict, const i32* soft,
-            const float* soft_margin, i32* record, float4* found, u32* arrivals, i32 rows,
+            const float* soft_margin, SAMPLED_PORTS i32* record, float4* found, u32* arrivals, i32 rows,
             i32 width, i32 vocab, i32 words, i32 stops, i32 stricts) {
     let_next_start();
     wait_for_previous();
     const Call c{logits, tokens, forced, drafted, cap,  stop,  mask,  rule,  top_k, margin,
                  close,  strict, soft,   soft_margin,   rows,  width, vocab, words, stops,
-                 stricts};
+                 stricts SAMPLED_VALUES};
     const int slices = gridDim.x;
     const Found here = search_slice(c, blockIdx.y);
     if (threadIdx.x == 0) found[blockIdx.y * slices + blockIdx.x] = pack(here);

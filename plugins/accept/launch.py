@@ -15,8 +15,9 @@ TOLERANCE = 0.0
 
 _PORTS = (
     *("logits", "tokens", "forced", "drafted", "cap", "stop", "mask", "rule", "top_k", "margin"),
-    *("close", "strict", "soft", "soft_margin", "record"),
+    *("close", "strict", "soft", "soft_margin"),
 )
+_SAMPLED = ("sampled", "last", "temperature")
 
 
 def refuse(site: CallSite) -> str:
@@ -27,6 +28,8 @@ def refuse(site: CallSite) -> str:
     words = -(-_limit(site) // 32)
     if "mask" in site and site.size("mask", 1) < words:
         return f"accept.mask must be {words} words a row (got {site.size('mask', 1)})"
+    if len(given := [port for port in _SAMPLED if port in site]) not in (0, len(_SAMPLED)):
+        return f"accept must have all of {', '.join(_SAMPLED)} or none (got {', '.join(given)})"
     if width < 1:
         return f"accept.logits must be at least 1 wide (got {width})"
     return ""
@@ -39,6 +42,7 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     del device
     rows, width = site.ports["logits"].shape
     grid = (slices(_limit(site)), rows, 1)
+    sampled = "sampled" in site
     sizes = (
         rows,
         width,
@@ -53,12 +57,12 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             grid=grid,
             threads=THREADS,
             arguments=(
-                *(Pointer(port) for port in _PORTS),
+                *(Pointer(port) for port in (*_PORTS, *(_SAMPLED if sampled else ()), "record")),
                 Scratch("found", 16 * grid[0] * rows),
                 Scratch("arrivals", 4, zeroed=True),
                 *(Int(size) for size in sizes),
             ),
-            defines={**DEFINES, "MOST_ROWS": MOST_ROWS},
+            defines={**DEFINES, "MOST_ROWS": MOST_ROWS, **({"SAMPLED": 1} if sampled else {})},
         ),
     )
 

@@ -32,8 +32,8 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     rows, vocab = a.integer("rows"), a.integer("vocab")
     n = {name: b.cast(x[name], I64) for name in _INTEGERS}
     whole = b.take(x["logits"], 0, vocab, 1) if vocab else x["logits"]
-    logits = _masked(b, x, whole) if "mask" in x else whole
-    best = _choice(b, n, whole, logits)
+    logits = masked(b, x["mask"], whole) if "mask" in x else whole
+    best = _choice(b, n, whole, logits, b.cast(x["sampled"], I64) if "sampled" in x else "")
     choice = _softened(b, n, x["soft_margin"], logits, best)
     follow = b.take(n["tokens"], 1, rows, 0)
     chosen = b.take(choice, 0, rows - 1, 0)
@@ -42,7 +42,7 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     same = b.op("And", b.op("Equal", follow, chosen), sound)
     relaxed = b.branch(
         b.op("Greater", b.op("Squeeze", n["rule"]), _int(b, 0)),
-        lambda s: _relaxed(s, n, x["margin"], (logits, best, choice, follow)),
+        lambda s: _relaxed(s, x, n, (logits, best, choice, follow)),
         lambda s: s.cast(s.const(np.zeros(rows - 1, np.bool_)), I64),
         I64,
     )
@@ -75,28 +75,34 @@ def _uint(value: int | Array) -> Array:
     return np.asarray(value, np.uint32)
 
 
-def _masked(b: FunctionBuilder, x: Inputs, logits: str) -> str:
+def masked(b: FunctionBuilder, mask: str, logits: str) -> str:
+    """logits, minus infinity where the bit mask [R, W] forbids the id."""
     ids = b.op(
         "Range", b.scalar(0), b.op("Squeeze", b.op("Shape", logits, start=1, end=2)), b.scalar(1)
     )
     unsigned = 12
-    word = b.op("Gather", x["mask"], b.op("Div", ids, b.scalar(32)), axis=1)
+    word = b.op("Gather", mask, b.op("Div", ids, b.scalar(32)), axis=1)
     shift = b.op("Cast", b.op("Mod", ids, b.scalar(32)), to=unsigned)
     shifted = b.op("BitShift", b.op("Cast", word, to=unsigned), shift, direction="RIGHT")
     bit = b.op("BitwiseAnd", shifted, b.const(_uint(1)))
     return b.op("Where", b.op("Cast", bit, to=9), logits, b.f32(-np.inf))
 
 
-def _choice(b: FunctionBuilder, n: _Ints, whole: str, logits: str) -> str:
-    """int64 [R]: the forced id, else the best id; -1 at a fault."""
-    nan = b.op("Cast", b.op("IsNaN", whole), to=ONNX_TYPE[I64])
-    high = b.op("Cast", b.op("IsInf", whole, detect_negative=0), to=ONNX_TYPE[I64])
-    bad = b.op("ReduceMax", b.op("Max", nan, high), b.i64(1), keepdims=0)
-    best = b.op("ArgMax", logits, axis=1, keepdims=0)
+def _choice(b: FunctionBuilder, n: _Ints, whole: str, logits: str, sampled: str) -> str:
+    """int64 [R]: the forced id, else the sampled or the best id; -1 at a fault."""
+    best = sampled or b.op("ArgMax", logits, axis=1, keepdims=0)
     top = b.op("ReduceMax", logits, b.i64(1), keepdims=0)
     best = b.op("Where", b.op("IsInf", top), _int(b, -1), best)
     forced = b.op("Where", b.op("GreaterOrEqual", n["forced"], _int(b, 0)), n["forced"], best)
-    return b.op("Where", b.op("Greater", bad, _int(b, 0)), _int(b, -1), forced)
+    return b.op("Where", fault_rows(b, whole), _int(b, -1), forced)
+
+
+def fault_rows(b: FunctionBuilder, logits: str) -> str:
+    """bool [R]: whether a row has NaN or positive infinity."""
+    nan = b.op("Cast", b.op("IsNaN", logits), to=ONNX_TYPE[I64])
+    high = b.op("Cast", b.op("IsInf", logits, detect_negative=0), to=ONNX_TYPE[I64])
+    bad = b.op("ReduceMax", b.op("Max", nan, high), b.i64(1), keepdims=0)
+    return b.op("Greater", bad, _int(b, 0))
 
 
 def _softened(b: FunctionBuilder, n: _Ints, margin: str, logits: str, best: str) -> str:
@@ -155,7 +161,7 @@ def _any_of(b: FunctionBuilder, tokens: str, ids: str) -> str:
     return b.op("Cast", b.op("ReduceMax", b.cast(equal, I64), b.i64(1), keepdims=0), to=9)
 
 
-def _relaxed(b: FunctionBuilder, n: _Ints, margin: str, block: tuple[str, str, str, str]) -> str:
+def _relaxed(b: FunctionBuilder, x: Inputs, n: _Ints, block: tuple[str, str, str, str]) -> str:
     """int64 [R - 1]: 1 if the draft passes the relaxed rule.
 
     `block` is (logits, best, choice, follow).
@@ -168,10 +174,16 @@ def _relaxed(b: FunctionBuilder, n: _Ints, margin: str, block: tuple[str, str, s
     inside = b.op("And", b.op("GreaterOrEqual", draft, b.scalar(0)), b.op("Less", draft, width))
     safe = b.op("Where", inside, draft, b.scalar(0))
     mine = b.op("GatherElements", logits, safe, axis=1)
-    tie = b.op("And", b.op("Equal", logits, mine), b.op("Less", b.reshape(ids, 1, -1), draft))
-    ahead = b.cast(b.op("Or", b.op("Greater", logits, mine), tie), I64)
-    rank = b.op("ReduceSum", ahead, b.i64(1), keepdims=1)
-    near = _near(b, n["rule"], margin, logits, mine)
+    ids = b.reshape(ids, 1, -1)
+    ahead = _ahead(b, logits, ids, mine, draft)
+    rank = b.op("ReduceSum", b.cast(ahead, I64), b.i64(1), keepdims=1)
+    near = _near(b, x, n["rule"], logits, mine)
+    if "last" in x:
+        last = b.reshape(b.take(b.cast(x["last"], I64), 0, -1, 0), -1, 1)
+        least = b.op("GatherElements", logits, b.op("Max", last, b.scalar(0)), axis=1)
+        kept = b.op("Not", _ahead(b, least, last, logits, ids))
+        near = _near(b, x, n["rule"], b.op("Where", kept, logits, b.f32(-np.inf)), mine)
+        inside = b.op("And", inside, b.op("Not", _ahead(b, least, last, mine, draft)))
     unforced = b.op("Less", forced, _int(b, 0))
     never = b.op("Or", _any_of(b, follow, n["strict"]), _any_of(b, follow, n["stop"]))
     ok = b.op("And", b.op("Less", rank, n["top_k"]), b.op("And", near, inside))
@@ -182,14 +194,24 @@ def _relaxed(b: FunctionBuilder, n: _Ints, margin: str, block: tuple[str, str, s
     return b.cast(b.op("And", ok, _before_close(b, n["close"], follow)), I64)
 
 
-def _near(b: FunctionBuilder, rule: str, margin: str, logits: str, mine: str) -> str:
+def _ahead(b: FunctionBuilder, logit: str, id_: str, of_logit: str, of_id: str) -> str:
+    """bool: whether the rank of an id is before that of another."""
+    tie = b.op("And", b.op("Equal", logit, of_logit), b.op("Less", id_, of_id))
+    return b.op("Or", b.op("Greater", logit, of_logit), tie)
+
+
+def _near(b: FunctionBuilder, x: Inputs, rule: str, logits: str, mine: str) -> str:
     """bool [R - 1, 1]: whether the draft is within the margin of the best id, by the given rule."""
-    top = b.max(logits, 1)
-    close = _within(b, mine, top, margin)
-    total = b.sum(b.op("Exp", b.op("Sub", logits, top)), 1)
-    share = b.op("Div", b.op("Exp", b.op("Sub", mine, top)), total)
-    best = b.op("Div", b.f32(1.0), total)
-    likely = _within(b, share, best, margin)
+    margin, top = x["margin"], b.max(logits, 1)
+    away, own, reach = b.op("Sub", logits, top), b.op("Sub", mine, top), margin
+    if "temperature" in x:
+        away, own = (b.op("Div", value, x["temperature"]) for value in (away, own))
+        wide = (b.op("Cast", value, to=11) for value in (margin, x["temperature"]))
+        reach = b.op("Mul", *wide)
+    close = _within(b, mine, top, reach)
+    total = b.sum(b.op("Exp", away), 1)
+    share = b.op("Div", b.op("Exp", own), total)
+    likely = _within(b, share, b.op("Div", b.f32(1.0), total), margin)
     by_log = b.op("Equal", rule, _int(b, LOG_MARGIN))
     near = b.op("Or", b.op("And", by_log, close), b.op("And", b.op("Not", by_log), likely))
     return b.op("And", near, b.op("Greater", margin, b.f32(0.0)))

@@ -54,7 +54,9 @@ def _choice(x: Arrays, a: Attributes, i: int) -> int:
         return int(x["forced"][i])
     logits = allowed(x, a, i)
     best = int(logits.argmax())
-    return best if np.isfinite(logits[best]) else -1
+    if not np.isfinite(logits[best]):
+        return -1
+    return int(x["sampled"][i]) if "sampled" in x else best
 
 
 def _softened(x: Arrays, a: Attributes, i: int, best: int) -> int:
@@ -65,7 +67,7 @@ def _softened(x: Arrays, a: Attributes, i: int, best: int) -> int:
     logits = allowed(x, a, i)
     if best < 0 or x["forced"][i] >= 0 or not 0 <= soft < len(logits):
         return best
-    near = logits[soft] >= logits[best] - float(x["soft_margin"][0])
+    near = logits[soft] >= logits.max() - float(x["soft_margin"][0])
     return soft if near and np.isfinite(logits[soft]) else best
 
 
@@ -83,13 +85,22 @@ def _relaxed(x: Arrays, a: Attributes, i: int, draft: int, choice: int) -> bool:
         or not np.isfinite(logits[draft])
     ):
         return False
-    ahead = (logits > logits[draft]) | (
-        (logits == logits[draft]) & (np.arange(len(logits)) < draft)
-    )
-    if ahead.sum() >= int(x["top_k"][0]):
+    if _ahead(logits, draft).sum() >= int(x["top_k"][0]):
+        return False
+    temperature, kept = 1.0, np.isfinite(logits)
+    if "last" in x:
+        temperature, last = float(x["temperature"][0]), int(x["last"][i])
+        kept = _ahead(logits, last) | (np.arange(len(logits)) == last)
+    if not kept[draft]:
         return False
     if rule == LOG_MARGIN:
-        return bool(logits[draft] >= logits[choice] - margin)
-    share = np.exp(logits - logits.max())
+        return bool(logits[draft] >= logits.max() - margin * temperature)
+    share = np.where(kept, np.exp((logits - logits.max()) / temperature), 0.0)
     share /= share.sum()
-    return bool(share[draft] >= share[choice] - margin)
+    return bool(share[draft] >= share.max() - margin)
+
+
+def _ahead(logits: Array, of: int) -> Array:
+    """bool: whether an id's rank is before that of the id `of`."""
+    before = np.arange(len(logits)) < of
+    return np.asarray((logits > logits[of]) | ((logits == logits[of]) & before))

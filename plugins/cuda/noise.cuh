@@ -13,7 +13,8 @@ struct Seed {
 DEVICE uint4 philox(uint4 x, Seed key) {
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        const u64 p0 = static_cast<u64>(0xd2511f53u) * x.x, p1 = static_cast<u64>(0xcd9e8d57u) * x.z;
+        const u64 p0 = static_cast<u64>(0xd2511f53u) * x.x;
+        const u64 p1 = static_cast<u64>(0xcd9e8d57u) * x.z;
         x = make_uint4(static_cast<u32>(p1 >> 32) ^ x.y ^ key.low, static_cast<u32>(p1),
                        static_cast<u32>(p0 >> 32) ^ x.w ^ key.high, static_cast<u32>(p0));
         key.low += 0x9e3779b9u;

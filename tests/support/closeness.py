@@ -28,6 +28,7 @@ NEAR = {
     "context_kv": Near(apart=0.002),
     "standard": Near(apart=0.01),
     "accept": Near(),
+    "sample": Near(),
 }
 """By operator. Products round once, so few of their results are not the nearest; most of those are
 sums that cancel. Attention also rounds its weights."""

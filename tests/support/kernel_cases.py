@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.draft_attention_cases import draft_cases
 from support.kernel_runner import Refused, in_kernel_types, packed, shaped, site_of
-from support.op_cases import CASES, OpCase, accept_case, gdn_case, weight_case
+from support.op_cases import CASES, OpCase, accept_case, gdn_case, sample_case, weight_case
 from support.verify_attention_cases import alone, between_numbers, strongest_last
 
 from thor_dflash.core.tensors import Array, DType
@@ -74,6 +74,7 @@ QUICK = """
     more_16_rows_causal_1_window_100_at_191 more_16_rows_causal_0_window_0_at_500
     more_rising_24_rows more_zeros_eps_theta at_39_bfloat16 more_16_rows_at_150_2x128
     more_100_rows_at_155_2x128 more_key_between_two_numbers more_partly_rotary_2_heads
+    qwen ties_top_k_15 ties_top_p_14 id_map extremes_all more_1x9001_top_p
     more_verify_16_rows_fold_2_of_16_records_bfloat16
     more_verify_16_rows_fold_16_of_16_states_bfloat16
     more_prefill_64_rows_fold_16_of_16_records_bfloat16_valid_33 more_gates_at_their_ends_verify
@@ -410,6 +411,14 @@ def _accept(rng: Rng) -> Iterator[OpCase]:
             yield accept_case(f"{rows}x{vocab}_rule_{rule}", logits, tokens, rule=rule)
 
 
+def _sample(rng: Rng) -> Iterator[OpCase]:
+    for rows, vocab in ((2, 2500), (1, 9001)):  # the second needs a cluster of two blocks
+        logits = rng.standard_normal((rows, vocab)) * 4
+        yield sample_case(f"{rows}x{vocab}", logits)
+        yield sample_case(f"{rows}x{vocab}_qwen", logits, temperature=0.6, top_k=20, top_p=0.95)
+        yield sample_case(f"{rows}x{vocab}_top_p", np.round(logits), temperature=2.0, top_p=0.8)
+
+
 _CASES = {
     "linear": _linear,
     "head": _head,
@@ -418,4 +427,5 @@ _CASES = {
     "context_kv": _context,
     "gdn": _gdn,
     "accept": _accept,
+    "sample": _sample,
 }

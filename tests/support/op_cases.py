@@ -9,6 +9,7 @@ import numpy as np
 from support.dflash2_cases import conv_cases, selector_cases
 
 from thor_dflash.core.tensors import Array, DType
+from thor_dflash.plugins import SAMPLE
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.plugins.contract import Arrays, Attribute
 from thor_dflash.plugins.numpy_math import rounded
@@ -121,7 +122,22 @@ def any_accept_case(seed: int, widths: Sequence[int], few: int) -> OpCase:
     for name in ("stop", "strict"):
         if rng.random() < 0.5:
             given[name] = any_ids(rng, tokens, width, 0.2)[: rng.integers(1, 6)]
-    return accept_case(f"seed_{seed}", logits, tokens, vocab=vocab, **given)
+    case = accept_case(f"seed_{seed}", logits, tokens, vocab=vocab, **given)
+    return drawn(rng, case) if seed % 3 == 0 else case
+
+
+def drawn(rng: np.random.Generator, case: OpCase) -> OpCase:
+    """The case with choices of `sample`, and drafts that mostly agree with them."""
+    x = {name: case.inputs[name] for name in ("logits", "mask") if name in case.inputs}
+    temperature = np.array([rng.choice([0.3, 1.0, 1.0, 4.0])], np.float32)
+    given = {"top_k": int(rng.choice([0, 2, 30])), "top_p": float(rng.choice([0.6, 0.95, 1.0]))}
+    call = sample_case("", **x, **given, temperature=temperature)
+    attributes = SAMPLE.complete({"vocab": case.attributes["vocab"], "first": 1})
+    found = SAMPLE.reference(call.inputs, attributes)
+    tokens = np.array(case.inputs["tokens"])
+    tokens[1:] = np.where(rng.random(len(tokens) - 1) < 0.6, found["choice"][:-1], tokens[1:])
+    more = {"sampled": found["choice"], "last": found["last"], "temperature": temperature}
+    return OpCase(f"{case.name}_drawn", {**case.inputs, **more, "tokens": tokens}, case.attributes)
 
 
 def accept_cases(rng: np.random.Generator) -> Iterator[OpCase]:
@@ -165,6 +181,70 @@ def accept_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     yield accept_case("all_minus_infinity", np.full((rows, vocab), -np.inf), full)
     for seed in range(40):
         yield any_accept_case(seed, (1, 2, 7, 40, 333), 1000)
+
+
+def sample_case(name: str, logits: Array, **given: Array | float) -> OpCase:
+    """Returns a case; by default T = 1 and no truncation. `vocab` and `first` are attributes."""
+    quiet: dict[str, Array | float] = {"length": 77, "top_k": 0, "seed": np.array([5, -6])}
+    real: dict[str, Array | float] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+    x = {**quiet, **real, **given}
+    attributes = {n: int(np.asarray(x.pop(n, 0))) for n in ("vocab", "first")}
+    inputs = {
+        n: np.atleast_1d(value).astype(np.float32 if n in real else np.int32)
+        for n, value in x.items()
+    }
+    return OpCase(name, {"logits": logits.astype(np.float32), **inputs}, attributes)
+
+
+def any_sample_case(seed: int, widths: Sequence[int], few: int) -> OpCase:
+    """Rows with many ties and faults, and truncations of every strength, with one of these
+    vocabularies; those of `few` ids and more get few rows.
+    """
+    rng = np.random.default_rng(seed)
+    width = int(rng.choice(widths))
+    rows = int(rng.choice([1, 2, 5, 16])) if width < few else 1
+    logits = any_logits(rng, rows, width)
+    vocab = int(rng.choice([0, width, max(1, width - 5), width + 9]))
+    given: dict[str, Array | float] = {
+        "temperature": float(rng.choice([0.01, 0.3, 0.6, 1.0, 1.0, 3.0, 50.0])),
+        "top_k": int(rng.choice([0, 0, 1, 3, 20, width - 1, width, width + 3])),
+        "top_p": float(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.95, 0.999999, 2.0])),
+        "min_p": float(rng.choice([0.0, 0.0, 1e-9, 0.01, 0.1, 0.7, 1.0])),
+        "length": int(rng.integers(0, 2**20)),
+        "seed": rng.integers(-(2**31), 2**31, 2),
+        "first": int(rng.integers(0, 2)),
+    }
+    if rng.random() < 0.4:
+        given["mask"] = any_mask(rng, rows, min(vocab or width, width))
+    if rng.random() < 0.3:
+        given["id_map"] = np.sort(rng.permutation(2 * width)[:width])
+    return sample_case(f"seed_{seed}", logits, vocab=vocab, **given)
+
+
+def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
+    """Every truncation alone and together, ties at its end, masks, faults, extreme logits."""
+    logits = rng.standard_normal((16, 40)) * 3
+    for temperature in (0.01, 0.6, 1.0, 7.0):
+        yield sample_case(f"t_{temperature}", logits, temperature=temperature)
+    for name, value in (("top_k", 1), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1), ("min_p", 1)):
+        yield sample_case(f"{name}_{value}", logits, **{name: value})
+    yield sample_case("qwen", logits, temperature=0.6, top_k=20, top_p=0.95)
+    yield sample_case("id_map", logits, id_map=np.arange(40) * 3 + 1)
+    tied = np.where(np.arange(40) % 3, 1.0, 2.0) * np.ones((3, 1))
+    for keep in (1, 4, 14, 15, 39):
+        yield sample_case(f"ties_top_k_{keep}", tied, top_k=keep)
+        yield sample_case(f"ties_top_p_{keep}", tied, top_p=keep / 41)
+    yield sample_case("all_equal", np.zeros((4, 40)), top_k=7, top_p=0.5, min_p=1.0)
+    far = np.array([[3e38, -3e38, 0, 1, -np.inf], [-1e-45, 0.0, -0.0, 1e-45, -3e38]])
+    yield sample_case("extremes", far, top_k=3)
+    yield sample_case("extremes_all", far, temperature=0.01, top_p=0.5)
+    yield sample_case("all_minus_infinity", np.full((2, 40), -np.inf), top_p=0.5)
+    for value in (np.nan, np.inf):
+        spoiled = np.array(logits)
+        spoiled[3, 11] = value
+        yield sample_case(f"{value}_in_row_3", spoiled)
+    for seed in range(30):
+        yield any_sample_case(seed, (1, 2, 7, 40, 333), 1000)
 
 
 def gdn_case(
@@ -497,5 +577,6 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterator[OpCase]]] = {
     "head": head_cases,
     "selector": lambda rng: (OpCase(*case) for case in selector_cases(rng)),
     "accept": accept_cases,
+    "sample": sample_cases,
 }
 """Operator -> its cases."""

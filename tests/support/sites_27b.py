@@ -157,6 +157,23 @@ def _accept_sites() -> Iterator[Full]:
     a: dict[str, Attribute] = {"vocab": 248077, "rows": 16}
     yield "unmasked", a, x
     yield "masked", a, x | {"mask": Shaped(I32, (16, -(-248077 // 32)))}
+    drawn = {name: Shaped(I32, (16,)) for name in ("sampled", "last")}
+    yield "sampled", a, x | drawn | {"temperature": Shaped(F32, (1,))}
+
+
+def _sample_sites() -> Iterator[Full]:
+    x = {name: Shaped(I32, (1,)) for name in ("length", "top_k")} | {"seed": Shaped(I32, (2,))}
+    x |= {name: Shaped(F32, (1,)) for name in ("temperature", "top_p", "min_p")}
+    whole = x | {"logits": Shaped(F32, (16, 248320))}
+    yield "target", {"vocab": 248077, "first": 1}, whole
+    yield "masked", {"vocab": 248077}, whole | {"mask": Shaped(I32, (16, -(-248077 // 32)))}
+    reduced = {"logits": Shaped(F32, (16, 65536)), "id_map": Shaped(I32, (65536,))}
+    yield "reduced", {}, x | reduced
+    yield (
+        "reduced_wide",
+        {},
+        x | {n: Shaped(s.dtype, (*s.shape[:-1], 131072)) for n, s in reduced.items()},
+    )
 
 
 _SITES = {
@@ -167,4 +184,5 @@ _SITES = {
     "context_kv": _context_sites,
     "gdn": _gdn_sites,
     "accept": _accept_sites,
+    "sample": _sample_sites,
 }

@@ -1,0 +1,71 @@
+"""sample on a GPU: one launch, a cluster of blocks for each row."""
+
+from __future__ import annotations
+
+from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, OpKernels, Pointer
+from thor_dflash.plugins.sample import OP
+
+MOST_BLOCKS = 8
+"""Largest cluster that every device can run."""
+NARROW, WIDE = (256, 32), (512, 64)
+"""Threads of a block, and logits that each holds in registers."""
+MOST_LOGITS = MOST_BLOCKS * WIDE[0] * WIDE[1]
+
+TOLERANCE = 0.0
+"""The results are integers, and the arithmetic that chooses them has one definition."""
+
+_PORTS = (
+    *("logits", "id_map", "mask", "length", "seed", "temperature", "top_k", "top_p", "min_p"),
+    *("choice", "last"),
+)
+
+
+def refuse(site: CallSite) -> str:
+    """Returns why the kernel cannot run this call, or an empty string if it can."""
+    limit = _limit(site)
+    if not 1 <= limit <= MOST_LOGITS:
+        return f"sample.logits must be 1 to {MOST_LOGITS} logits a row (got {limit})"
+    words = -(-limit // 32)
+    if "mask" in site and site.size("mask", 1) < words:
+        return f"sample.mask must be {words} words a row (got {site.size('mask', 1)})"
+    return ""
+
+
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    """Returns one launch."""
+    del device
+    rows, width = site.ports["logits"].shape
+    limit = _limit(site)
+    threads, held = NARROW if limit <= MOST_BLOCKS * NARROW[0] * NARROW[1] else WIDE
+    blocks = -(-limit // (threads * held))
+    return (
+        Launch(
+            kernel="sample_rows",
+            grid=(blocks, rows, 1),
+            threads=threads,
+            arguments=(
+                *(Pointer(port) for port in _PORTS),
+                Int(width),
+                Int(limit),
+                Int(site.size("mask", 1) if "mask" in site else 0),
+                Int(site.attributes.integer("first")),
+            ),
+            shared=4 * held * threads,
+            defines={
+                "THREADS": threads,
+                "HELD": held,
+                "BLOCKS": blocks,
+                "MAPPED": int("id_map" in site),
+            },
+            cluster=blocks,
+        ),
+    )
+
+
+def _limit(site: CallSite) -> int:
+    """Returns the number of logits of a row that may be drawn."""
+    width = site.size("logits", 1)
+    return min(site.attributes.integer("vocab") or width, width)
+
+
+KERNELS = OpKernels(OP, launches, refuse, optional=frozenset({"last"}))

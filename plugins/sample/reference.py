@@ -1,0 +1,62 @@
+"""sample in numpy: the definition that every other implementation is tested against."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thor_dflash.core.tensors import Array
+from thor_dflash.plugins.contract import Arrays, Attributes
+from thor_dflash.plugins.numpy_noise import exp, log, noise
+
+WEIGHT_BITS = 31
+"""Weights of top-p are multiples of 2^-31 of the largest."""
+NO_MIN_P = 1e-30
+"""A min_p below it is off."""
+
+
+def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
+    """See the operator's docstring for shapes. Draws row by row."""
+    drawn = [_draw(x, a, i) for i in range(len(x["logits"]))]
+    choice, last = np.array(drawn, np.int32).T
+    return {"choice": choice, "last": last}
+
+
+def processed(x: Arrays, a: Attributes, i: int) -> tuple[Array, Array]:
+    """Returns what row i draws from: stored rows by rank, and their float32 z. Empty at a fault."""
+    whole = x["logits"][i, : a.integer("vocab") or None]
+    if np.isnan(whole).any() or np.isposinf(whole).any():
+        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+    allowed = whole
+    if "mask" in x:
+        ids = np.arange(len(whole))
+        bits = x["mask"][i].view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32)
+        allowed = np.where(bits & 1, whole, np.float32(-np.inf))
+    rows = np.argsort(-allowed, kind="stable")[: np.isfinite(allowed).sum()]
+    ranked = allowed[rows]
+    with np.errstate(over="ignore"):
+        z = (ranked - ranked[:1]) * (np.float32(1) / x["temperature"][0])
+    keep = _kept(z, int(x["top_k"][0]), x["top_p"][0], x["min_p"][0])
+    return rows[:keep], z[:keep]
+
+
+def _kept(z: Array, top_k: int, top_p: np.float32, min_p: np.float32) -> int:
+    """The number of first ranks that may be drawn."""
+    keep = min(top_k, len(z)) if top_k else len(z)
+    if top_p < 1 and keep:
+        weights = np.rint(exp(z[:keep]) * np.float32(2**WEIGHT_BITS)).astype(np.int64)
+        goal = np.ceil(np.float64(top_p) * np.float64(weights.sum())).astype(np.int64)
+        keep = int((np.cumsum(weights) - weights < goal).sum())
+    if min_p >= NO_MIN_P:
+        keep = min(keep, int((z >= log(np.reshape(min_p, 1))).sum()))
+    return keep
+
+
+def _draw(x: Arrays, a: Attributes, i: int) -> tuple[int, int]:
+    rows, z = processed(x, a, i)
+    if not len(rows):
+        return -1, -1
+    ids = x["id_map"][rows] if "id_map" in x else rows
+    low, high = (int(word) for word in x["seed"].view(np.uint32))
+    position = int(x["length"][0]) + a.integer("first") + i
+    score = z + noise(high << 32 | low, np.array(position), ids)
+    return int(ids[score == score.max()].min()), int(rows[-1])
