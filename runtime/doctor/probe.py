@@ -19,6 +19,7 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.errors import ThorError
 from thor_dflash.runtime.doctor.facts import Cuda, Gpu, Nvrtc, TensorRT
 
+NO_BINDINGS = "no bindings"
 OPERATOR, SOURCE = "standard", "kernel.cu"
 """The trial kernel: small, but includes the headers that every kernel includes."""
 LIBRARIES = ("libnvinfer.so.10", "libnvinfer.so.11")
@@ -41,7 +42,7 @@ def cuda() -> Cuda:
     try:
         from cuda.bindings import driver
     except ImportError as e:
-        return Cuda(error=f"ImportError: {e}")
+        return Cuda(error=f"{NO_BINDINGS}: {_why('cuda-bindings', e)}")
     try:
         _, version = driver.cuDriverGetVersion()
     except RuntimeError as e:  # the bindings found no libcuda
@@ -53,6 +54,12 @@ def cuda() -> Cuda:
         return replace(known, devices=tuple(_gpu(driver, i) for i in range(count)))
     except _DriverError as e:
         return replace(known, error=str(e))
+
+
+def _why(package: str, error: ImportError) -> str:
+    """Why a package cannot be imported: it is not there, or what one of its libraries lacks."""
+    absent = isinstance(error, ModuleNotFoundError)
+    return f"{package} is not installed" if absent else f"{package} cannot be loaded: {error}"
 
 
 class _DriverError(Exception):
@@ -97,7 +104,9 @@ def nvrtc(arch: str, device: int) -> Nvrtc:
 
         _, major, minor = bindings.nvrtcVersion()
         version = f"{major}.{minor}"
-    except (ImportError, RuntimeError) as e:
+    except ImportError as e:
+        return Nvrtc(error=_why("cuda-bindings", e))
+    except RuntimeError as e:
         return Nvrtc(error=str(e))
     start = time.perf_counter()
     try:
@@ -114,6 +123,8 @@ def tensorrt() -> TensorRT:
     """See LocalMachine."""
     try:
         trt = importlib.import_module("tensorrt")
+    except ImportError as e:
+        return TensorRT(error=_why("tensorrt", e))
     except Exception as e:  # if one of its libraries is missing, it may raise anything
         return TensorRT(error=f"{type(e).__name__}: {e}")
     return TensorRT(bindings=str(trt.__version__), library=_library())

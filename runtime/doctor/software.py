@@ -15,6 +15,7 @@ from thor_dflash.runtime.doctor.facts import (
     missing,
 )
 from thor_dflash.runtime.doctor.local_machine import LocalMachine
+from thor_dflash.runtime.doctor.probe import NO_BINDINGS
 
 PYTHON = (3, 11)
 EXTRAS = {
@@ -117,7 +118,7 @@ def driver(
 
 def _no_driver(machine: LocalMachine, cuda: Cuda, jetson: bool, needed: bool) -> Finding:
     text = f"{cuda.error}; engines cuda and tensorrt cannot run here, engine ort can"
-    if cuda.error.startswith("ImportError"):  # without bindings, nothing is known of the driver
+    if cuda.error.startswith(NO_BINDINGS):  # without bindings, nothing is known of the driver
         remedy = "pip install 'thor-dflash[cuda]'"
         return Finding("cuda driver", missing(needed), text, remedy)
     if cuda.error.startswith("no driver"):

@@ -203,3 +203,19 @@ def test_a_value_that_is_refused_does_not_rule_the_terminal(
         message = refused(capsys, *(word.replace("X", value) for word in args.split()))
         assert message.isprintable()
         assert len(message) <= (400 if args.startswith("check") else 2200)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("pln x", "plan"), ("sreve --mock", "serve"), ("gen --package p", "generate"),
+        ("help", "known: "),
+        ("plan x --servr y", "--server"), ("plan x --deadline=5", "--deadline-ms"),
+        ("serve --mock --mock-cycle 3", "--mock-cycle-ms"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_command_or_option_is_answered_with_what_was_meant(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hint = meant if meant.startswith("known") else f"did you mean {meant}?"
+    assert hint in refused(capsys, *line.split())

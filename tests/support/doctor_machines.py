@@ -18,7 +18,7 @@ TEGRA = "etc/nv_tegra_release"
 EVERYTHING = {name: "99.0" for parts in software.EXTRAS.values() for name in parts}
 NO_DRIVER = Cuda(error="no driver: libcuda.so.1 is not there")
 COMPILER = Nvrtc(version="13.0", seconds=0.3)
-NO_TENSORRT = TensorRT(error="ModuleNotFoundError: No module named 'tensorrt'")
+NO_TENSORRT = TensorRT(error="tensorrt is not installed")
 NO_MACHINE = CommandOutput(None, "No such file or directory")
 
 

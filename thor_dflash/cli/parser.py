@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 import thor_dflash
 from thor_dflash.cli.arguments import COMMANDS, path
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.message_text import cut
+from thor_dflash.core.message_text import cut, nearest, show
 
 MESSAGE = 300
 """Maximum characters of argparse's own messages, which repeat a value that is refused."""
@@ -21,6 +22,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{cut(message, MESSAGE)} (see {self.prog} --help)")
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Refuse what `parse_known_args` left over; name the option that the first resembles."""
+        first = words[0].partition("=")[0]
+        near = difflib.get_close_matches(first, self._option_string_actions, n=1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own takes a full disk, and a pipe without a reader, for success.
@@ -59,9 +67,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: it is invalid; the message names the --help to see.
     """
     top, commands = _parsers(argv[:1])
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        top.error(f"COMMAND must be a command (got {show(argv[0])}): {nearest(argv[0], COMMANDS)}")
     args, others = top.parse_known_args(argv)
     if others:
-        commands[args.command].error(f"unrecognized arguments: {' '.join(others)}")
+        commands[args.command].refuse_unknown(others)
     return args
 
 

@@ -72,7 +72,8 @@ def check_utf8(what: str, text: str) -> None:
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """`did you mean x?`, or the known names if none is similar; each with `prefix`."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    begun = [other for other in names if name and other.startswith(name)]
+    near = begun or difflib.get_close_matches(name, names, n=1)
     if near:
         return f"did you mean {prefix}{near[0]}?"
     return f"known: {', '.join(prefix + other for other in names)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.runtime.doctor import probe
+from thor_dflash.runtime.doctor import probe, software
 from thor_dflash.runtime.doctor.facts import CommandOutput, TensorRT
 from thor_dflash.runtime.doctor.local_machine import LocalMachine
 
@@ -73,3 +73,25 @@ def test_a_query_that_crashes_is_an_error_unless_it_had_replied_before(
     answer = json.dumps({"bindings": "10.13.3"})
     monkeypatch.setattr(probe, "arguments", lambda *a: ["-c", crash.format(answer)])
     assert LocalMachine().tensorrt() == TensorRT(bindings="10.13.3")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ModuleNotFoundError("No module named 'cuda'"), "cuda-bindings is not installed"),
+     (ImportError("libfoo.so: cannot open"), "cuda-bindings cannot be loaded: libfoo.so: cannot "
+      "open")],
+)  # fmt: skip
+def test_bindings_that_cannot_be_imported_are_named(
+    error: ImportError, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.partition(".")[0] == "cuda":
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert probe.cuda().error == f"no bindings: {text}"
+    finding = software.driver(LocalMachine(), probe.cuda(), jetson=False, needed=True, unused=False)
+    assert (finding.state, finding.remedy) == ("wrong", "pip install 'thor-dflash[cuda]'")
