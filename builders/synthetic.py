@@ -83,7 +83,7 @@ SHAPES = {
 }
 """Qwen3.8-27B has the sizes of 3.6."""
 
-BF16_LINEARS = ("in_proj_a", "in_proj_b")
+BF16_LINEARS = ("in_proj_a", "in_proj_b", "kernel_projection", "hidden_projection")
 """Linears with so few rows that no NVFP4 checkpoint quantises them."""
 
 

@@ -9,11 +9,13 @@ from thor_dflash import plugins
 from thor_dflash.plugins.accept import launch as accept
 from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import launch as draft_attention
+from thor_dflash.plugins.draft_conv import launch as draft_conv
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.head import launch as head
 from thor_dflash.plugins.launch import OpKernels
 from thor_dflash.plugins.linear import launch as linear
 from thor_dflash.plugins.sample import launch as sample
+from thor_dflash.plugins.selector import launch as selector
 from thor_dflash.plugins.standard import launch as standard
 from thor_dflash.plugins.verify_attention import launch as verify_attention
 
@@ -27,7 +29,9 @@ KERNELS: Mapping[str, OpKernels] = {
         gdn.KERNELS,
         verify_attention.KERNELS,
         draft_attention.KERNELS,
+        draft_conv.KERNELS,
         context_kv.KERNELS,
+        selector.KERNELS,
         accept.KERNELS,
         sample.KERNELS,
         *standard.KERNELS,

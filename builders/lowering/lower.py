@@ -183,13 +183,16 @@ class _Lowering:
         then; the linear gets it from sums of squares that are written beside the slabs.
         """
         order = {n: at for at, call in enumerate(self.calls) for n in call.outputs.values()}
+        written: dict[str, tuple[object, ...]] = {}  # rows -> how their slabs are prepared
         for call in self.calls:
             x, gate = call.inputs.get("x", ""), call.inputs.get("gate", "")
-            if x not in order or f"{x}.slabs" in self.known or not self._takes_slabs(call):
+            if x not in order or not self._takes_slabs(call):
                 continue
             maker, norm = self.calls[order[x]], call.inputs.get("norm_weight")
             # A gate that is computed after the rows cannot be applied while they are written.
             if not _prepares(maker, call) or order.get(gate, -1) > order[x]:
+                continue
+            if written.setdefault(x, _preparation(call)) != _preparation(call):
                 continue
             rows, columns = (int(n) for n in self.known[x].shape)
             self._share(
@@ -348,6 +351,12 @@ def _prepares(maker: OperatorCall, call: OperatorCall) -> bool:
     return (rule.fuses_norm if "norm_weight" in call.inputs else rule.writes_slabs)(
         maker.attributes
     )
+
+
+def _preparation(call: OperatorCall) -> tuple[object, ...]:
+    """Returns what is applied to rows before the call's product."""
+    norm, gate = (call.inputs.get(name) for name in ("norm_weight", "gate"))
+    return norm, norm and call.attributes["norm_offset"], gate, call.attributes.get("head_dim", 0)
 
 
 def _is(nodes: Sequence[onnx.NodeProto | None], kind: str) -> bool:

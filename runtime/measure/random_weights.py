@@ -34,6 +34,8 @@ PLAIN = (
     ("A_log", 0.0, 0.5),
     ("dt_bias", 0.0, 0.5),
     ("linear_attn.norm.weight", 1.0, 0.05),
+    ("codebook", 0.0, 0.3),
+    ("base_kernel", 0.5, 0.2),
     ("drafter.", 1.0, 0.05),
     ("embed_tokens.weight", 0.0, 0.5),
     ("", 0.0, 0.05),

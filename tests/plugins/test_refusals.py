@@ -16,9 +16,11 @@ from thor_dflash.plugins import (
     ACCEPT,
     CONTEXT_KV,
     DRAFT_ATTENTION,
+    DRAFT_CONV,
     GDN,
     HEAD,
     LINEAR,
+    SELECTOR,
     VERIFY_ATTENTION,
     Op,
 )
@@ -94,6 +96,17 @@ REFUSED: list[tuple[Op, str, Refused]] = [
         ({"heads": 4}, "q"), ({"kv_heads": 4}, "k"), ({"head_dim": 256}, "q"),
         *each("v q_norm k_norm", columns(64)), ({"k": rows(15)}, "k"),
         *each("ring_k ring_v", rows(1)),
+    ]),
+    (DRAFT_CONV, "bfloat16", [
+        *each("x dynamic residual", F32), *each("norm_weight base", F16), ({"x": rows(33)}, "x"),
+        ({"taps": 5}, "taps"), ({"taps": 1}, "dynamic"), ({"group": 12}, "group"),
+        ({"group": 48}, "group"), ({"group": 32}, "dynamic"), ({"base": columns(32)}, "base"),
+    ]),
+    (SELECTOR, "bfloat16", [
+        *each("hidden predecessors successors", F32), *each("logits", rows(33)),
+        ({"logits": rows(1)}, "logits"), ({"logits": columns(262_145)}, "logits"),
+        *(({"top_k": n}, "top_k") for n in (0, 33)), ({"successors": columns(20)}, "successors"),
+        ({"successors": columns(520)}, "successors"), ({"predecessors": rows(7)}, "predecessors"),
     ]),
     (CONTEXT_KV, "more_16_rows_at_0_2x128", [
         ({"k_norm1": BF16, "k_norm0": F32}, "k_norm1"),

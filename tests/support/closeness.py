@@ -25,6 +25,8 @@ NEAR = {
     "gdn": Near(apart=0.015, error=4e-7),
     "verify_attention": Near(apart=0.55),
     "draft_attention": Near(apart=0.55),
+    "draft_conv": Near(apart=0.005),
+    "selector": Near(),
     "context_kv": Near(apart=0.002),
     "standard": Near(apart=0.01),
     "accept": Near(),

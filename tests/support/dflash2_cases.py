@@ -142,3 +142,30 @@ def worked_example() -> Case:
     x["predecessors"][1] = 2, 3
     x["successors"][2], x["successors"][4] = (5, 7), (11, 13)
     return "worked_example", x, {"rows": 2, "top_k": 2}
+
+
+def conv_kernel_cases(rng: Rng) -> Iterator[Case]:
+    """Rows of more columns than a block computes; the types of weights that kernels take."""
+    bf16 = DType.BF16
+    yield conv_case(rng, "wide_8_rows", 8, 2304, norm=True, dtype=bf16)
+    yield conv_case(rng, "wide_16_rows_behind", 16, 2112, side=1, residual=True, dtype=bf16)
+    yield conv_case(rng, "32_rows_four_taps", 32, 128, taps=4, group=8, norm=True, dtype=bf16)
+    name, x, a = conv_case(rng, "float32_weights", 8, 192, norm=True, dtype=bf16)
+    x |= {n: x[n].astype(np.float32) * np.float32(1.001) for n in ("norm_weight", "base")}
+    yield name, x, a
+
+
+def selector_kernel_cases(rng: Rng) -> Iterator[Case]:
+    """Rows of several slices; every case of the operator in the types that kernels take."""
+    for name, x, a in selector_cases(rng):
+        if x["predecessors"].dtype != DType.BF16.numpy and x["hidden"].shape[1] % 8 == 0:
+            codes = ("hidden", "predecessors", "successors")
+            yield name, x | {n: x[n].astype(DType.BF16.numpy) for n in codes}, a
+    wide: dict[str, Attribute] = {"vocab": 20000}
+    yield selector_case(rng, "wide", 8, 20480, rank=64, dtype=DType.BF16, attributes=wide)
+    name, x, a = selector_case(rng, "odd_width", 3, 8201, rank=8, dtype=DType.BF16)
+    x["logits"][1, 8192:] = 20 + np.arange(9)
+    x["logits"][2, 7] = np.nan
+    yield name, x, a
+    many: dict[str, Attribute] = {"top_k": 32}
+    yield selector_case(rng, "32_rows_32", 32, 300, rank=24, dtype=DType.BF16, attributes=many)

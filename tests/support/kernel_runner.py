@@ -43,7 +43,7 @@ CANARY, POISON = 0xFD, 0xFF
 
 IMMUTABLE = frozenset(
     "norm_weight next_norm_weight q_norm k_norm conv_weight a_log dt_bias id_map scale_k scale_v "
-    "weight block_scale row_scale".split()
+    "weight block_scale row_scale base predecessors successors".split()
 )
 """Inputs that no kernel ever writes: they may be read before wait_for_previous."""
 SQUARES_ROWS, SQUARES_COLUMNS, SLAB = 32, 32, 64

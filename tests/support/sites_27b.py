@@ -106,6 +106,23 @@ def _draft_sites() -> Iterator[Full]:
         yield f"ring_{n}", {"heads": 32, "kv_heads": 8, "causal": causal}, x
 
 
+def _conv_sites() -> Iterator[Full]:
+    for t, side in ((8, 0), (8, 1), (16, 1)):
+        x = {"x": Shaped(BF16, (t, 5120)), "dynamic": Shaped(BF16, (t, 1280))}
+        x |= {"base": Shaped(BF16, (2, 2, 5120))}
+        x["residual" if side else "norm_weight"] = Shaped(BF16, (t, 5120) if side else (5120,))
+        yield f"{t}_rows_side_{side}", {"side": side}, x
+
+
+def _selector_sites() -> Iterator[Full]:
+    for t, v in ((8, 248320), (8, 65536), (16, 248320)):
+        x = {"logits": Shaped(F32, (t, v)), "hidden": Shaped(BF16, (t, 256))}
+        x |= {"id_map": Shaped(I32, (v,))} if v == 65536 else {}
+        x |= {name: Shaped(BF16, (248320, 256)) for name in ("predecessors", "successors")}
+        x |= {"last": Shaped(I32, (1,)), "forced": Shaped(I32, (t,))}
+        yield f"{t}_rows_{v}", {"rows": t}, x
+
+
 def _context_sites() -> Iterator[Full]:
     for t in (16, 512):
         x = {"length": Shaped(I32, (1,))}
@@ -181,6 +198,8 @@ _SITES = {
     "head": _head_sites,
     "verify_attention": _verify_sites,
     "draft_attention": _draft_sites,
+    "draft_conv": _conv_sites,
+    "selector": _selector_sites,
     "context_kv": _context_sites,
     "gdn": _gdn_sites,
     "accept": _accept_sites,

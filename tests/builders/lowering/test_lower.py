@@ -4,6 +4,7 @@ are needed at the same time do not overlap in memory, and what is fused is right
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,21 @@ def test_the_27b_is_lowered_without_its_weights(tmp_path: Path) -> None:
     assert (made.chunk, made.chunks) == (512, (256, 128, 64, 32))
     for step in (f"{step}.chunk{rows}" for step in manifest.CHUNK_STEPS for rows in made.chunks):
         assert set(read(tmp_path, step).weights) == set(read(tmp_path, step.split(".")[0]).weights)
+
+
+def test_every_product_of_a_dflash2_drafter_reads_prepared_rows(tmp_path: Path) -> None:
+    """The norms before its convolutions cost no launch, and the selector shares the head's rows."""
+    g = GEOMETRIES["heads27b"]
+    g = replace(g, value_heads=4)
+    write_target(tmp_path / "t", g, 0)
+    write_drafter(tmp_path / "d", g, DrafterGeometry(second=True, block=8), 0)
+    config = BuildConfig(engine="cuda", chunk=64, chunks=(32,))
+    plan = make_plan(read_target(tmp_path / "t"), read_drafter(tmp_path / "d"), config)
+    [steps] = [p.steps for p in plan.programs if p.name == "propose"]
+    products = [s for s in steps if s.op in ("linear", "head")]
+    assert len(products) == 2 * 6 + 2
+    down = [s for s in products if s.name.endswith("down_proj")]
+    assert [s for s in products if "x_slabs" not in s.ports] == down, "96 columns are no slabs"
+    [head, hidden] = products[-2:]
+    assert head.ports["x_squares"] == hidden.ports["x_squares"]
+    assert not [s for s in steps if s.op == "compose"]

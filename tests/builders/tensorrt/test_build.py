@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 from stand_ins import trt_recorder as recorder
+from support.checkpoints import DrafterGeometry, write_drafter, write_target
 from support.samples import verify
-from support.trt_builds import CAPACITY, NANO, Recorded, options, record, record_hybrid
+from support.trt_builds import (
+    CAPACITY,
+    HYBRID,
+    NANO,
+    Recorded,
+    options,
+    record,
+    record_hybrid,
+)
 
 from thor_dflash.builders.build import make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
@@ -67,8 +76,23 @@ def test_the_package_holds_engines_and_their_descriptions(nano: Recorded) -> Non
 def test_every_step_is_one_plugin_in_order_reading_and_writing_what_the_program_says(
     nano: Recorded, tmp_path: Path
 ) -> None:
-    for name, program in programs(NANO / "target", NANO / "drafter", options(tmp_path)).items():
-        layers = nano.engines[name].network.layers
+    hold_plugins(nano, programs(NANO / "target", NANO / "drafter", options(tmp_path)))
+
+
+def test_a_dflash2_drafter_becomes_plugins_too(tmp_path: Path) -> None:
+    target, drafter = write_target(tmp_path / "target", HYBRID, 1), tmp_path / "drafter"
+    write_drafter(drafter, HYBRID, DrafterGeometry(second=True, block=8), 2)
+    made = record(tmp_path / "package", target, drafter, options(tmp_path))
+    wanted = programs(target, drafter, options(tmp_path))
+    hold_plugins(made, wanted)
+    ops = [step.op for step in wanted["propose"].steps]
+    assert (ops.count("draft_conv"), ops.count("selector")) == (8, 1)
+
+
+def hold_plugins(made: Recorded, wanted: dict[str, Program]) -> None:
+    """Every step must be one plugin, with the step's ports as its tensors."""
+    for name, program in wanted.items():
+        layers = made.engines[name].network.layers
         assert [layer.name for layer in layers] == [step.name for step in program.steps]
         for layer, step in zip(layers, program.steps, strict=True):
             node = layer.plugin.node

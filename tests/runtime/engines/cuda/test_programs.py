@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from emulator.compiler import COMPILER, EmulatorFault
 from stand_ins.emulated_driver import emulate
-from support.engine_pair import DEVICE, Pair, opened, packages, paired
+from support.engine_pair import DEVICE, SECOND, Pair, opened, packages, paired
 from support.loop_models import answer
 from support.poisoned_memory import poison
 
@@ -42,6 +42,17 @@ def test_cycles_leave_what_onnx_runtime_leaves(pair: Pair) -> None:
     assert set(pair.ours.engine.busy()) == {"propose+verify+accept+observe"}
     assert len(pair.device.graphs) == 1
     assert {name for name, places in pair.places.items() if len(places) == 2} == pair.moved()
+
+
+@pytest.mark.slow
+def test_a_dflash2_drafter_drafts_what_onnx_runtime_drafts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with paired(packages(tmp_path_factory.mktemp("second"), SECOND), 8) as made:
+        made.prefill(list(range(30, 70)))
+        for forced in ([], [3], [], [4, 5, 6]):
+            made.cycle(forced)
+    assert made.agreed.count(True) >= 3, "the rounding of bf16 may change a draft"
 
 
 def test_a_new_sequence_finds_cleared_states(root: Path) -> None:

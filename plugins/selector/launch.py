@@ -1,0 +1,101 @@
+"""selector on a GPU: the candidates of each row, then their scores and the walk."""
+
+from __future__ import annotations
+
+from thor_dflash.core.tensors import DType
+from thor_dflash.plugins.head.argmax_launch import DEFINES, slices
+from thor_dflash.plugins.launch import (
+    CallSite,
+    Device,
+    Int,
+    Launch,
+    OpKernels,
+    Pointer,
+    Real,
+    Scratch,
+)
+from thor_dflash.plugins.selector import OP
+
+TOLERANCE = 0.0
+"""For tokens: ids must be equal. Tests keep scores apart by more than float32 sums differ."""
+
+THREADS = DEFINES["SLICE_THREADS"]
+MOST_ROWS = 32
+MOST_CANDIDATES = 32
+"""One lane each."""
+MOST_SLICES = 32
+"""Slices of a row, one lane each."""
+COLUMNS = 8, 512
+"""Columns of a codebook must be a multiple of the first, at most the second."""
+
+
+def refuse(site: CallSite) -> str:
+    """Returns why the kernels cannot run this call, or an empty string if they can."""
+    (rows, width), (vocab, rank) = site.ports["logits"].shape, site.ports["successors"].shape
+    for name in ("hidden", "predecessors", "successors"):
+        if (dtype := site.ports[name].dtype) is not DType.BF16:
+            return f"selector.{name} must be bfloat16 (got {dtype.value})"
+    if not 2 <= rows <= MOST_ROWS:
+        return f"selector.logits must be 2 to {MOST_ROWS} rows (got {rows})"
+    if slices(width) > MOST_SLICES:
+        most = MOST_SLICES * DEFINES["SLICE"]
+        return f"selector.logits must have at most {most} columns (got {width})"
+    if not 1 <= (top_k := site.attributes.integer("top_k")) <= MOST_CANDIDATES:
+        return f"selector.top_k must be 1 to {MOST_CANDIDATES} (got {top_k})"
+    unit, most = COLUMNS
+    if rank % unit or not 0 < rank <= most:
+        rule = f"a multiple of {unit} up to {most} columns"
+        return f"selector.successors must be {rule} (got {rank})"
+    if (got := site.ports["predecessors"].shape) != (vocab, rank):
+        return f"selector.predecessors must be as successors, {vocab, rank} (got {got})"
+    return ""
+
+
+def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
+    """Returns two launches: candidates by slices of rows, then scores by row, and the walk."""
+    del device
+    a, (rows, width) = site.attributes, site.ports["logits"].shape
+    limit, top_k = min(a.integer("vocab") or width, width), a.integer("top_k")
+    rank, drafts, count = site.size("successors", 1), rows - 1, slices(limit)
+    ids, unary = (Scratch(name, 4 * drafts * top_k) for name in ("ids", "unary"))
+    books = ("hidden", "predecessors", "successors", "last", "forced", "tokens")
+    return (
+        Launch(
+            "selector_candidates",
+            (count, drafts, 1),
+            THREADS,
+            (
+                Pointer("logits"),
+                Pointer("id_map"),
+                ids,
+                unary,
+                Scratch("found", 8 * drafts * count * top_k),
+                Scratch("row_arrivals", 4 * drafts, zeroed=True),
+                Int(width),
+                Int(limit),
+                Real(a.real("multiplier")),
+                Real(a.real("softcap")),
+            ),
+            source="candidates.cu",
+            defines={**DEFINES, "TOP_K": top_k},
+        ),
+        Launch(
+            "selector_walk",
+            (drafts, 1, 1),
+            THREADS,
+            (
+                ids,
+                unary,
+                *(Pointer(name) for name in books),
+                Scratch("scores", 4 * drafts * top_k**2),
+                Scratch("walk_arrivals", 4, zeroed=True),
+                Int(rows),
+            ),
+            shared=4 * max(2 * top_k * (rank + 4), drafts * top_k**2),
+            source="walk.cu",
+            defines={**DEFINES, "TOP_K": top_k, "RANK": rank},
+        ),
+    )
+
+
+KERNELS = OpKernels(OP, launches, refuse)
