@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from thor_dflash.core.errors import EngineLost, PlanError, RequestError, ThorError
+from thor_dflash.core.shortages import shortage
 from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, drive, left_ms
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
@@ -274,11 +275,12 @@ def _begun(
         backend.warm()
     except ThorError as e:
         emit(ServerFailed(e))
-    except BaseException:  # as in _guard
-        log(traceback.format_exc())
-        emit(
-            ServerFailed(ThorError("the backend must load (got an unexpected fault, see the log)"))
-        )
+    except BaseException as e:  # as in _guard
+        text = shortage(e)
+        if not text:
+            log(traceback.format_exc())
+            text = "the backend must load (got an unexpected fault, see the log)"
+        emit(ServerFailed(ThorError(text)))
     else:
         return backend
     if backend is not None:
@@ -357,6 +359,6 @@ def _guard(work: Callable[[], T], log: Log) -> T | PlanError:
     except ThorError as e:
         log(f"engine fault: {e}")
         return PlanError("engine_fault", FAULT)
-    except BaseException:
-        log(traceback.format_exc())
+    except BaseException as e:
+        log(shortage(e) or traceback.format_exc())
         return PlanError("internal", UNEXPECTED)

@@ -20,6 +20,7 @@ from thor_dflash.cli.parser import parse
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line
 from thor_dflash.core.progress import print_line
+from thor_dflash.core.shortages import check_memory, shortage
 
 if TYPE_CHECKING:
     from thor_dflash.config.tree import Config
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 """Errors of a disk, which do not name the file if it was already open."""
+
+
+LIGHT = ("plan", "gateway", "keygen")
+"""Commands that do not import numpy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,13 +57,23 @@ def _main(argv: Sequence[str] | None) -> int:
         return exit_status.INTERRUPTED
     except BrokenPipeError:
         return exit_status.PIPE_CLOSED
-    except OSError as e:
-        # The user can fix a path that the system refuses (too long, no permission) and a full disk.
-        if e.filename is None and e.errno not in DISK_ERRORS:
+    except Exception as e:
+        if not (text := shortage(e) or _refusal(e)):
             raise
-        _print_error(f"{e.filename or 'every file'} must be usable (got: {e.strerror})")
+        _print_error(text)
         return exit_status.USAGE
     return status
+
+
+def _refusal(error: Exception) -> str:
+    """The message for what the user can fix: a path that the system refuses (too long, no
+    permission), a full disk, a library that does not load. "" for a bug.
+    """
+    if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
+        return f"{error.filename or 'every file'} must be usable (got: {error.strerror})"
+    if isinstance(error, ImportError) and not (error.name or "").startswith("thor_dflash"):
+        return f"{error.name or 'every library'} must load on this machine (got: {error})"
+    return ""
 
 
 def _print_error(text: str) -> None:
@@ -73,6 +88,8 @@ def run(argv: Sequence[str]) -> int:
     """
     args = parse(argv)
     option_checks.check_options(args)
+    if args.command not in LIGHT:
+        check_memory()
 
     # Imported here, like the imports inside the commands, so that --help is fast.
     from thor_dflash.config import tree as config

@@ -27,6 +27,7 @@ from thor_dflash.core.errors import PackageError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.progress import Progress
+from thor_dflash.core.shortages import shortage
 
 FORMAT = 4
 """Version of the package format. A runtime reads only its own version."""
@@ -346,9 +347,13 @@ class _Hashing:
         self._read: SimpleQueue[int] = SimpleQueue()
         self._stop = Event()
         self._pool = ThreadPoolExecutor(HASHERS)
-        self._jobs = {
-            name: self._pool.submit(hash_file, package / name, self._count) for name in files
-        }
+        try:
+            self._jobs = {
+                name: self._pool.submit(hash_file, package / name, self._count) for name in files
+            }
+        except BaseException:  # no more threads: those that began would go on to the end of a file
+            self._halt()
+            raise
 
     def __enter__(self) -> _Hashing:
         return self
@@ -393,4 +398,6 @@ def _problem(name: str, job: Future[FileEntry], files: Mapping[str, FileEntry]) 
     try:
         return "" if job.result() == files[name] else f"{name} altered"
     except OSError as e:
+        if shortage(e):
+            raise  # it says nothing about the file
         return f"{name} unreadable: {e.strerror}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.cli import stdio
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import ThorError
+from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line, visible
 from thor_dflash.core.progress import Lines, Progress
 
@@ -32,6 +33,8 @@ HELD = 256
 """Maximum lines of the log that wait to be written."""
 LAYOUT = "\n\t"
 """Unprintable characters that the log keeps, for tracebacks."""
+DESCRIPTORS = 64
+"""Least limit of open files: loading and serving a package take 24."""
 LAST_S = 0.2
 """Seconds that a reader of the log gets for the last lines at the end."""
 
@@ -44,6 +47,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.serving.server.server import Server
         from thor_dflash.serving.server.systemd import notifier
 
+    _check_descriptors()
     log = Log(sys.stderr)
     if isinstance(progress, Lines):
         progress = Lines(log)
@@ -64,6 +68,20 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         signal.signal(number, lambda signum, frame: server.stop())
     log(f"listening on {', '.join(server.endpoints)}")
     _until_stopped(server, progress, log)
+
+
+def _check_descriptors() -> None:
+    """Refuse a limit under which libzmq would end the process without a message of ours.
+
+    Raises:
+        ConfigError: the limit is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < DESCRIPTORS:
+        raise ConfigError(
+            f"a server must be allowed {DESCRIPTORS} open files, and one more for each client "
+            f"(got {limit}); ulimit -n 1024"
+        )
 
 
 def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
