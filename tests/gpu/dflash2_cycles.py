@@ -1,0 +1,121 @@
+"""Times full-size cycles with a DFlash2 drafter beside those with a DFlash drafter.
+
+    python tests/gpu/dflash2_cycles.py
+
+The weights are random: times are those of a planner, acceptance is not. All packages are open at
+once, and every step is timed in ROUNDS rounds over all packages, so that a drift of the clocks
+meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from thor_dflash.builders.synthetic import write_synthetic
+from thor_dflash.calib.studies import script
+from thor_dflash.cli.commands.bench import CAPACITY, hollow, variants
+from thor_dflash.config.tree import Config
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import choose
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, THOR_READ
+from thor_dflash.runtime.measure.cuda_bench import CudaBench, open_bench, operators
+from thor_dflash.runtime.measure.random_weights import RandomWeights
+
+ROUNDS = 5
+FIRST, SECOND = "qwen3.6-27b", "qwen3.8-27b"
+PACKAGES = {
+    "DFlash, 16 rows, 64k": (FIRST, True),
+    "DFlash2, 8 rows, 64k": (SECOND, True),
+    "DFlash2, 8 rows, all ids": (SECOND, False),
+}
+"""Name -> shape, and whether the drafter has a reduced vocabulary."""
+PARTS = ("linear", "head", "draft_attention", "draft_conv", "selector", "compose")
+
+
+@contextmanager
+def opened(shape: str, reduced: bool, reporter: Reporter) -> Iterator[CudaBench]:
+    """An open package of random weights."""
+    variant = next(variants(Config(), ablations=False))
+    variant = replace(variant, build=replace(variant.build, engine="cuda"))
+    cubins = variant.engine.cubins_directory
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        if reduced:
+            made = hollow(shape, out, variant)
+        else:
+            made = write_synthetic(shape, out, variant.build)
+        fill = RandomWeights(out, cubins)
+        with closing(CudaEngine(out, variant.engine, reporter, fill)) as engine:
+            yield open_bench(engine, made, CAPACITY, (), cubins)
+
+
+def times(bench: CudaBench) -> dict[str, float]:
+    """Milliseconds of each step, of a cycle, and of the drafter's operators each alone."""
+    bench.at(CONTEXT, bench.block)
+    found = {name: bench.steps([name]).median for name in CYCLE}
+    found["cycle"] = bench.steps(CYCLE).median
+    present = bench.operators("propose")
+    for op in (op for op in PARTS if op in present):
+        found[f"propose: {op}"] = bench.steps(["propose"], operators(op)).median
+    return found
+
+
+def measure(reporter: Reporter) -> list[tuple[object, ...]]:
+    """The table: a row for each figure, a column for each package."""
+    with ExitStack() as stack:
+        benches = {
+            name: stack.enter_context(opened(*made, reporter)) for name, made in PACKAGES.items()
+        }
+        read = next(iter(benches.values())).bandwidth()
+        print(f"{next(iter(benches.values())).device}, {read / 1e9:.0f} GB/s", file=sys.stderr)
+        rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        with reporter.task("measuring", ROUNDS) as task:
+            for _ in range(ROUNDS):
+                for name, bench in benches.items():
+                    for figure, ms in times(bench).items():
+                        rounds[figure][name].append(ms)
+                task.advance(1)
+        rows: list[tuple[object, ...]] = [("figure", "unit", *benches)]
+        for figure, by in rounds.items():
+            cells = (round(statistics.median(by[n]), 4) if n in by else "" for n in benches)
+            rows.append((figure, "ms", *cells))
+        sizes = {n: _cycle_bytes(b) for n, b in benches.items()}
+        rows.append(("propose, launches", "", *(b.launches(["propose"]) for b in benches.values())))
+        rows.append(("bytes of a cycle", "GB", *(round(n / 1e9, 3) for n in sizes.values())))
+        least = (round(1e3 * n / THOR_READ, 1) for n in sizes.values())
+        rows.append(("cycle of a Thor at its full read rate, predicted", "ms", *least))
+    return rows
+
+
+def _cycle_bytes(bench: CudaBench) -> int:
+    """What a cycle must read: weights, state and cache."""
+    weights = sum(bench.bytes(name, LINEARS) for name in ("verify", "propose", "observe"))
+    return weights + bench.state_bytes() + bench.cache_bytes() * CONTEXT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    args = parser.parse_args(arguments)
+    reporter = choose(sys.stderr)
+    rows = measure(reporter)
+    reporter.close()
+    script.show([("cycles", rows)], as_json=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
