@@ -2,9 +2,8 @@
 
     python tests/gpu/dflash2_cycles.py
 
-The weights are random: times are those of a planner, acceptance is not. All packages are open at
-once, and every step is timed in ROUNDS rounds over all packages, so that a drift of the clocks
-meets all of them.
+The weights are random: times are those of a planner, acceptance is not. Milliseconds; medians of
+ROUNDS rounds over all packages, so that a drift of the clocks meets all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, TH
 from thor_dflash.runtime.measure.cuda_bench import CudaBench, open_bench, operators
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 
-ROUNDS = 5
+ROUNDS = 3
 FIRST, SECOND = "qwen3.6-27b", "qwen3.8-27b"
 PACKAGES = {
     "DFlash, 16 rows, 64k": (FIRST, True),
@@ -74,29 +73,29 @@ def times(bench: CudaBench) -> dict[str, float]:
 
 def measure(reporter: Reporter) -> list[tuple[object, ...]]:
     """The table: a row for each figure, a column for each package."""
-    with ExitStack() as stack:
-        benches = {
-            name: stack.enter_context(opened(*made, reporter)) for name, made in PACKAGES.items()
-        }
-        read = next(iter(benches.values())).bandwidth()
-        print(f"{next(iter(benches.values())).device}, {read / 1e9:.0f} GB/s", file=sys.stderr)
-        rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        with reporter.task("measuring", ROUNDS) as task:
-            for _ in range(ROUNDS):
-                for name, bench in benches.items():
-                    for figure, ms in times(bench).items():
-                        rounds[figure][name].append(ms)
-                task.advance(1)
-        rows: list[tuple[object, ...]] = [("figure", "unit", *benches)]
-        for figure, by in rounds.items():
-            cells = (round(statistics.median(by[n]), 4) if n in by else "" for n in benches)
-            rows.append((figure, "ms", *cells))
-        sizes = {n: _cycle_bytes(b) for n, b in benches.items()}
-        rows.append(("propose, launches", "", *(b.launches(["propose"]) for b in benches.values())))
-        rows.append(("bytes of a cycle", "GB", *(round(n / 1e9, 3) for n in sizes.values())))
-        least = (round(1e3 * n / THOR_READ, 1) for n in sizes.values())
-        rows.append(("cycle of a Thor at its full read rate, predicted", "ms", *least))
+    rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(ROUNDS):
+        for name, made in PACKAGES.items():
+            with opened(*made, reporter) as bench, reporter.task(f"measuring {name}"):
+                found = {**times(bench), **facts(bench)}
+            for figure, value in found.items():
+                rounds[figure][name].append(value)
+    rows: list[tuple[object, ...]] = [("figure", *PACKAGES)]
+    for figure, by in rounds.items():
+        cells = (round(statistics.median(by[n]), 4) if n in by else "" for n in PACKAGES)
+        rows.append((figure, *cells))
     return rows
+
+
+def facts(bench: CudaBench) -> dict[str, float]:
+    """What the times depend on, and a prediction from it."""
+    size = _cycle_bytes(bench)
+    return {
+        "propose, launches": bench.launches(["propose"]),
+        "cycle, GB": size / 1e9,
+        "read rate, GB/s": bench.bandwidth() / 1e9,
+        "cycle of a Thor at its full read rate, predicted": 1e3 * size / THOR_READ,
+    }
 
 
 def _cycle_bytes(bench: CudaBench) -> int:
