@@ -19,6 +19,7 @@ from support.planner_nano import package, tasks
 
 from thor_dflash.calib.planbench import judge
 from thor_dflash.cli import main, parser
+from thor_dflash.config import tree
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core import errors
 from thor_dflash.runtime import session
@@ -128,6 +129,19 @@ def test_the_example_schema_is_that_of_the_page_on_grammars() -> None:
     exec(textwrap.dedent(page[page.index("    skills =") : page.index("    session =")]), names)
     schema = from_skills(names["skills"], names["ids"], numbered=False)
     assert json.dumps(json.loads((EXAMPLES / "plan.json").read_text())) == json.dumps(schema)
+
+
+def test_the_example_of_a_configuration_fits_the_small_model(tmp_path: Path) -> None:
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)
+    (file := tmp_path / "robot.toml").write_text(example)
+    settings = tree.load(file, ())
+    model = json.loads((ROOT / "models/planner-nano/target/config.json").read_text())
+    longest = model.get("text_config", model)["max_position_embeddings"]
+    serve = settings.serve
+    assert serve.max_tokens + serve.thinking_budget < settings.engine.capacity <= longest
+    for endpoint in serve.bind:
+        assert endpoint.startswith("tcp://127.0.0.1:") or "/" not in endpoint.partition("://")[2]
 
 
 @pytest.mark.parametrize("name", ["../README.md", "robot.md", "reference/python.md"])

@@ -74,12 +74,13 @@ a hard close, `build.draft_ids` without a drafter, `build.tensorrt.*` for anothe
 read them (`doctor` takes all).
 
 ```toml
-# robot.toml: thor-dflash serve --package PKG -c robot.toml
+# robot.toml: thor-dflash serve --package planner -c robot.toml
 [engine]
-capacity = 16384
+capacity = 2048         # tokens of prompt and answer together; at most what the package has
 
 [serve]
-bind = ["ipc:///run/thor-dflash/plan.sock"]
+bind = ["tcp://127.0.0.1:5571", "ipc://plan.sock"]
+max_tokens = 512
 thinking_budget = 400
 ```
 """

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thor_dflash.cli.report.profile_page import page
+from thor_dflash.cli.report.profile_page import page, ticks
 from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.core.results import Speculation
 from thor_dflash.runtime.measure.profile import (
@@ -63,7 +63,7 @@ def drawings(text: str) -> list[ElementTree.Element]:
 
 
 def widths(drawing: ElementTree.Element) -> list[float]:
-    return [float(bar.attrib["width"]) for bar in drawing.iter("rect")]
+    return [float(bar.attrib["width"].removesuffix("%")) for bar in drawing.iter("rect")]
 
 
 def test_a_page_is_one_well_formed_file_that_asks_nobody() -> None:
@@ -89,11 +89,42 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     assert min(float(bar.attrib["y"]) for bar in committed.iter("rect")) == top
     heights = [float(bar.attrib["height"]) for bar in right.iter("rect")]
     assert [x / heights[0] for x in heights] == pytest.approx([1, 2 / 3, 1 / 3], abs=0.02)
-    prompt, first, second = timeline.iter("rect")
+    prompt, first, _ = timeline.iter("rect")
     assert "prompt, 20.00 ms from 0.0" in (prompt[0].text or "")
     assert "4 tokens, 40.00 ms from 20.0" in (first[0].text or "")
-    ratio = (float(second.attrib["width"]) + 1) / (float(prompt.attrib["width"]) + 1)
-    assert ratio == pytest.approx(2, rel=0.01)
+    assert widths(timeline) == pytest.approx([20, 40, 40])
+
+
+def test_a_page_is_as_wide_as_its_window() -> None:
+    for drawing in drawings(page(FOUND)):
+        assert "viewBox" not in drawing.attrib, "it would scale the letters, too"
+        for shape in drawing.iter():
+            for name in ("x", "x1", "x2", "cx", "width"):
+                assert shape.attrib.get(name, "%").endswith("%"), ElementTree.tostring(shape)
+
+
+def test_axes_have_round_values_and_say_what_they_show() -> None:
+    runs, timeline, _, _, committed, right = drawings(page(FOUND))
+
+    def texts(drawing: ElementTree.Element, kind: str) -> list[str | None]:
+        return [one.text for one in drawing.iter("text") if one.attrib["class"] == kind]
+
+    assert texts(runs, "left") == ["0", "5", "10", "15"]
+    assert texts(timeline, "left") == ["0", "1", "2", "3", "4"]
+    assert texts(timeline, "middle") == ["0", "50", "100"]
+    assert texts(right, "left") == ["0", "50", "100"]
+    assert texts(committed, "middle") == ["1", "2", "3", "4"]
+    for drawing in (runs, timeline, committed, right):
+        assert all((*texts(drawing, "start"), *texts(drawing, "end")))
+
+
+@pytest.mark.parametrize("top", [1e-3, 0.3, 1.0, 1.01, 9.0, 16.0, 89.0, 100.0, 4647.31, 999_999.0])
+def test_the_values_of_an_axis_reach_the_largest(top: float) -> None:
+    found = ticks(top)
+    assert found[0] == 0
+    assert found[-2] < top <= found[-1] * (1 + 1e-9)
+    assert 3 <= len(found) <= 6
+    assert all(value == int(value) for value in ticks(top, whole=True))
 
 
 def test_what_was_not_measured_is_not_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +15,13 @@ if TYPE_CHECKING:
     from thor_dflash.runtime.measure.profile import CycleBreakdown, Profile, Spread, Stretch
 
 TEMPLATE = Path(__file__).with_name("profile.html.jinja")
-WIDTH, HEIGHT = 860, 150
-"""Size of a drawing in SVG units; it is scaled to the page."""
-LEFT, LOW = 50, 22
-"""Margins for the labels left of and below it."""
-ROW = 24
-"""Height of a horizontal bar, including the gap to the next one."""
-GAP = 1
-"""Gap between neighbours in time."""
-LABELS, NUMBERS = 300, 120
-"""Widths of a horizontal bar's name and of its number."""
+HEIGHT, TOP, LOW = 176, 24, 42
+"""Height of a chart, and what its unit above and its labels below take of it, px. Only heights are
+fixed: every x is a percentage of the page, so a phone shows the same letters and thinner bars."""
+ROW = 36
+"""Height of a horizontal bar with its name and number above it, px."""
+COLUMNS, RUNS = 16, 10
+"""Most labels of an axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +41,16 @@ Line = tuple[float, float, float, float, str]
 Dot = tuple[float, float, str]
 """x, y, tooltip."""
 Label = tuple[float, float, str, str]
-"""x, y, text, anchor; "name" for the name of a bar."""
+"""x, y, text, CSS class: `start`, `middle` or `end` of the text is at x; `left`: it is left of the
+chart; `name` of a bar."""
 
 
 @dataclass(slots=True)
 class Drawing:
-    """The shapes of an SVG, in its units."""
+    """The shapes of an SVG. x and widths: % of its width; y and heights: px."""
 
     height: float = HEIGHT
+    kind: str = "chart"
     lines: list[Line] = field(default_factory=list[Line])
     bars: list[SvgBar] = field(default_factory=list[SvgBar])
     dots: list[Dot] = field(default_factory=list[Dot])
@@ -70,7 +70,6 @@ def page(found: Profile, base: Profile | None = None) -> str:
     runs = sorted({stretch.runs for stretch in found.soak})
     return template.render(
         found=found,
-        width=WIDTH,
         head=head(found),
         tiles=_tiles(found),
         times=_times(found.times, base.times if base else {}),
@@ -89,8 +88,8 @@ def page(found: Profile, base: Profile | None = None) -> str:
         soak=_soak(found.soak) if found.soak else {},
         soak_caption=f"{' or '.join(map(str, dict.fromkeys((*runs[:1], *runs[-1:]))))} runs a bar.",
         course=course(found.soak) if found.soak else (),
-        committed=_columns(found.spec.accept_hist),
-        right=_columns(rates),
+        committed=_columns(found.spec.accept_hist, "cycles", "tokens committed in a cycle"),
+        right=_columns(rates, "%", "position in the block", 100.0),
         settings={"package": subject.package, "prompt": subject.prompt, **subject.machine,
                   **subject.settings},
     )  # fmt: skip
@@ -120,20 +119,39 @@ def _times(
 
 
 # ---- drawings ------------------------------------------------------------------------------------
-def _chart(top: float) -> Drawing:
-    """A drawing with lines and labels at zero and at the top value."""
+def ticks(top: float, *, whole: bool = False) -> list[float]:
+    """Round values from 0 to `top` or the next one above it, about four apart."""
+    step = 10.0 ** math.floor(math.log10(top / 4))
+    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor >= top / 4)
+    if whole:
+        step = max(1.0, step)
+    return [i * step for i in range(math.ceil(top / step * (1 - 1e-9)) + 1)]
+
+
+def _number(value: float) -> str:
+    """At most six characters (below a million), which fit the margin."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _chart(marks: Sequence[float], unit: str, below: str) -> Drawing:
+    """A chart with a line and its value at each mark of the y axis, and what its axes show."""
     drawing = Drawing()
-    for value in (0.0, top):
-        y = _y(value, top)
-        drawing.lines.append((LEFT, y, WIDTH, y, "axis"))
-        # At most six characters (below a million), which fit the margin.
-        text = f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-        drawing.labels.append((LEFT - 6, y + 4, text, "end"))
+    for value in marks:
+        y = _y(value, marks[-1])
+        drawing.lines.append((0, y, 100, y, "axis"))
+        drawing.labels.append((0, y + 4, _number(value), "left"))
+    drawing.labels.append((0, TOP - 12, unit, "start"))
+    drawing.labels.append((100, HEIGHT - 4, below, "end"))
     return drawing
 
 
 def _y(value: float, top: float) -> float:
-    return (HEIGHT - LOW) - (HEIGHT - LOW - 12) * value / top
+    return (HEIGHT - LOW) - (HEIGHT - LOW - TOP) * value / top
+
+
+def _below(drawing: Drawing, x: float, text: str) -> None:
+    """Label the x axis."""
+    drawing.labels.append((x, HEIGHT - LOW + 16, text, "middle"))
 
 
 def _column(x: float, width: float, value: float, top: float, title: str, kind: str) -> SvgBar:
@@ -143,25 +161,31 @@ def _column(x: float, width: float, value: float, top: float, title: str, kind: 
 
 def _dots(spread: Spread) -> Drawing:
     """Runs from left to right. The scale begins at zero, so that little variation looks little."""
-    top = spread.high or 1.0
-    drawing, step = _chart(top), (WIDTH - LEFT) / len(spread.values)
-    y = _y(spread.median, top)
-    drawing.lines.append((LEFT, y, WIDTH, y, "mark"))
+    marks, n = ticks(spread.high or 1.0), len(spread.values)
+    drawing = _chart(marks, "ms", "run")
+    y = _y(spread.median, marks[-1])
+    drawing.lines.append((0, y, 100, y, "mark"))
     for i, value in enumerate(spread.values):
-        drawing.dots.append((LEFT + (i + 0.5) * step, _y(value, top), f"run {i + 1}: {value:.2f}"))
+        x = 100 * (i + 0.5) / n
+        drawing.dots.append((x, _y(value, marks[-1]), f"run {i + 1}: {value:.2f}"))
+        if i % math.ceil(n / RUNS) == 0:
+            _below(drawing, x, str(i + 1))
     return drawing
 
 
-def _spans(spans: Sequence[tuple[float, float, float, str, str]], unit: str) -> Drawing:
+def _spans(
+    spans: Sequence[tuple[float, float, float, str, str]], unit: str, below: str, *, whole: bool
+) -> Drawing:
     """Stretches of time (start, end, value, tooltip, kind) as bars on a time axis from 0."""
-    whole = spans[-1][1] or 1.0
-    top = max(value for _, _, value, _, _ in spans) or 1.0
-    drawing, scale = _chart(top), (WIDTH - LEFT) / whole
+    end_of_all = spans[-1][1] or 1.0
+    marks = ticks(max(value for _, _, value, _, _ in spans) or 1.0, whole=whole)
+    drawing, scale = _chart(marks, unit, below), 100 / end_of_all
     for start, end, value, title, kind in spans:
-        width = max(0.3, (end - start) * scale - GAP)
-        drawing.bars.append(_column(LEFT + start * scale, width, value, top, title, kind))
-    drawing.labels.append((LEFT, HEIGHT - 6, "0", "start"))
-    drawing.labels.append((WIDTH, HEIGHT - 6, f"{whole:.0f} {unit}", "end"))
+        width = max(0.05, (end - start) * scale)
+        drawing.bars.append(_column(start * scale, width, value, marks[-1], title, kind))
+    for at in ticks(end_of_all):
+        if at <= end_of_all:
+            _below(drawing, at * scale, _number(at))
     return drawing
 
 
@@ -174,36 +198,38 @@ def _timeline(found: Profile) -> Drawing:
         kind, what = ("bar", f"{end.tokens} tokens") if end.tokens else ("other", name)
         title = f"{what}, {end.ms - start.ms:.2f} ms from {start.ms:.1f}"
         spans.append((start.ms, end.ms, end.tokens or most, title, kind))
-    return _spans(spans, "ms")
+    return _spans(spans, "tokens", "ms since the request", whole=True)
 
 
-def _columns(counts: Sequence[int]) -> Drawing | None:
-    """A column for each count, labelled from 1 on."""
-    top = max(counts, default=0)
-    if not top:
+def _columns(counts: Sequence[int], unit: str, below: str, top: float = 0.0) -> Drawing | None:
+    """A column for each count, labelled from 1 on. `top` of the y axis; 0: the largest count."""
+    most = max(counts, default=0)
+    if not most:
         return None
-    drawing, step = _chart(top), (WIDTH - LEFT) / len(counts)
+    marks, n = ticks(top or most, whole=True), len(counts)
+    drawing, step = _chart(marks, unit, below), 100 / n
     for i, count in enumerate(counts):
-        x = LEFT + i * step
-        drawing.bars.append(_column(x, 0.85 * step, count, top, f"{i + 1}: {count}", "bar"))
-        drawing.labels.append((x + 0.42 * step, HEIGHT - 6, str(i + 1), "middle"))
+        title = f"{i + 1}: {count}"
+        drawing.bars.append(_column(i * step, 0.85 * step, count, marks[-1], title, "bar"))
+        if i % math.ceil(n / COLUMNS) == 0:
+            _below(drawing, (i + 0.425) * step, str(i + 1))
     return drawing
 
 
 def _rows(rows: Iterable[tuple[str, float, str, bool, float]]) -> Drawing:
     """Horizontal bars: name, length, number, whether coloured, position of a mark (0: none)."""
     bars = list(rows)
-    top = max((length for _, length, *_ in bars), default=0.0) or 1.0
-    drawing, scale = Drawing(len(bars) * ROW), (WIDTH - LABELS - NUMBERS) / top
+    top = max((max(length, mark) for _, length, _, _, mark in bars), default=0.0) or 1.0
+    drawing, scale = Drawing(len(bars) * ROW, "rows"), 100 / top
     for i, (name, length, number, coloured, mark) in enumerate(bars):
-        y, long = i * ROW, max(0.5, length * scale)
+        y = i * ROW
         kind = "bar" if coloured else "other"
-        drawing.bars.append(SvgBar(LABELS, y + 4, long, ROW - 8, f"{name}: {number}", kind))
-        drawing.labels.append((0, y + 16, name, "name"))
-        drawing.labels.append((LABELS + long + 6, y + 16, number, "start"))
+        width = max(0.05, length * scale)
+        drawing.bars.append(SvgBar(0, y + 20, width, 10, f"{name}: {number}", kind))
+        drawing.labels.append((0, y + 15, name, "name"))
+        drawing.labels.append((100, y + 15, number, "end"))
         if mark:
-            x = LABELS + mark * scale
-            drawing.lines.append((x, y + 1, x, y + ROW - 1, "mark"))
+            drawing.lines.append((mark * scale, y + 17, mark * scale, y + 33, "mark"))
     return drawing
 
 
@@ -234,7 +260,9 @@ def _soak(soak: Sequence[Stretch]) -> dict[str, Drawing]:
                 (s.start_s, s.end_s, value, f"{value:.2f}, {span_of(s)}", "bar")
                 for s, value in zip(soak, numbers, strict=True)
             ],
+            name.rpartition(", ")[2],
             "s",
+            whole=False,
         )
         for name, numbers in values.items()
     }
