@@ -116,6 +116,8 @@ class DecodeProgress:
         """Tokens committed after the prompt, the stop token included."""
         self.thinking_tokens = 0
         """How many of `tokens` belong to the thinking block, its marks included."""
+        self.called = False
+        """The thinking ended with the beginning of a tool call."""
         self._thinking = Thinking(marks, self.prompt)
 
     @property
@@ -137,9 +139,11 @@ class DecodeProgress:
         """Append the tokens of one block; return whether thinking ended in it."""
         ended = False
         for token in tokens:
+            before = self._thinking.inside
             inside = self._thinking.feed(token)
             self.thinking_tokens += inside
-            ended |= inside and not self._thinking.inside
+            ended |= (before or inside) and not self._thinking.inside
+            self.called |= before and not inside
         self.tokens.extend(tokens)
         return ended
 

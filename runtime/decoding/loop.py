@@ -122,7 +122,7 @@ def _chunks(
         closed = progress.commit(tokens)
         meter.cycle(block, record, count, drafted)
         if closed:
-            meter.closed(block, record)
+            meter.closed(block, record, called=progress.called)
         meter.answered(progress.answer_tokens)
         finish = finish or ("length" if progress.answer_tokens >= request.max_answer else "")
         for policy in request.policies:

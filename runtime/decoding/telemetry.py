@@ -12,7 +12,7 @@ from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
 
-CloseKind = Literal["", "natural", "soft", "hard"]
+CloseKind = Literal["", "natural", "soft", "hard", "call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +148,10 @@ class RequestMeter:
         self.forced += sum(forced[:count])
         self.cycles += 1
 
-    def closed(self, block: Block, record: Record) -> None:
-        """Note that thinking ended in this block."""
+    def closed(self, block: Block, record: Record, *, called: bool = False) -> None:
+        """Note that thinking ended in this block, with a tool call if `called`."""
         natural: CloseKind = "soft" if record.softened else "natural"
-        self.close = "hard" if block.phase == "closing" else natural
+        self.close = "call" if called else "hard" if block.phase == "closing" else natural
 
     def _note(self, reason: Reason) -> None:
         notes = self.notes.setdefault(reason, [])

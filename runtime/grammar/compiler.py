@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -16,6 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from thor_dflash.core.errors import CompilerBusy, PackageError, RequestError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.grammar.schema import JsonSchema, read
+from thor_dflash.runtime.grammar.tools import ToolUse, call_grammar
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 COMPILE_S = 2.0
@@ -30,6 +32,7 @@ LEAD = "\n\n"
 ESCAPES = 'nrbtf\\"'
 """Allowed JSON escape chars. Not u: \\u could spell a declared key in another way, or half a
 surrogate pair."""
+JSON: dict[str, Any] = {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
 SILENT = 0
 """llguidance's log level: no output on stderr. Errors are read from the matcher."""
 
@@ -40,8 +43,8 @@ T = TypeVar("T")
 class Grammar:
     """A compiled schema. Shared by requests: each copies the matcher."""
 
-    schema: str
-    """Compact JSON."""
+    source: str
+    """Compact JSON of the schema, or the Lark text of the tool calls."""
     matcher: LLMatcher
     """At the beginning of the answer, with its first mask computed."""
     vocabulary: Vocabulary
@@ -50,8 +53,20 @@ class Grammar:
     compile_ms: float
     anew: Callable[[], Grammar]
     """Compiles it again if it is spent. Raises RequestError, as Grammars.compile."""
+    opening: int = -1
+    """Id that opens a tool call; -1: the grammar has none."""
+    opened: LLMatcher | None = None
+    """After the opening."""
+    free: bool = False
+    """Any text may come before the opening."""
     spent: threading.Event = field(default_factory=threading.Event)
     """A matcher hit a limit. All copies share what was computed, so none can continue."""
+
+    def begin(self, *, opened: bool = False) -> LLMatcher:
+        """A matcher at the beginning, or after the opening."""
+        matcher = self.opened if opened else self.matcher
+        assert matcher is not None
+        return matcher.deep_copy()
 
     def takes(self, ids: list[int]) -> bool:
         """Whether an answer may begin with these ids.
@@ -163,27 +178,59 @@ class Grammars:
             RequestError: the schema is invalid, too large, too slow to compile, or unsupported.
             CompilerBusy: another schema is being compiled, and has not ended in the time for one.
         """
-        schema = schema if isinstance(schema, JsonSchema) else read(schema)
+        found = schema if isinstance(schema, JsonSchema) else read(schema)
+        return self._once(found.text, lambda: self._compile(found))
+
+    def compile_calls(self, use: ToolUse, answer: JsonSchema | None = None) -> Grammar:
+        """The grammar of the tool calls of a request, or of an answer that may be given instead.
+
+        Raises:
+            RequestError: the package has no marks for tool calls, or as `compile`.
+            CompilerBusy: as `compile`.
+        """
+        marks = self.text.call_marks
+        if marks is None:
+            raise RequestError("tools must be used with a package that has <tool_call> (got none)")
+        if answer is not None:
+            answer.check_exclusive_bounds()
+            answer.check_patterns()
+        schema = "" if answer is None else json.dumps({**answer.table, "x-guidance": JSON})
+        lark = call_grammar(use, marks, schema)
+        free = use.choice == "auto" and answer is None
+        key = f"{lark}\n// {free}"
+        return self._once(key, lambda: self._compile_calls(key, marks[0], free=free))
+
+    def _compile_calls(self, lark: str, opening: int, *, free: bool) -> Grammar:
+        start = time.perf_counter()
+        matcher = self._matcher(lark)
+        opened = matcher.deep_copy()
+        assert opened.consume_token(opening)
+        spent = 1e3 * (time.perf_counter() - start)
+        anew = partial(self._once, lark, lambda: self._compile_calls(lark, opening, free=free))
+        return Grammar(lark, matcher, self._vocabulary, (), spent, anew, opening, opened, free)
+
+    def _once(self, key: str, make: Callable[[], Grammar]) -> Grammar:
+        """The grammar of this key: cached, or made by a thread that is given some time."""
         with self._lock:
-            kept = self._kept.get(schema.text)
+            kept = self._kept.get(key)
             if kept is not None and not kept.spent.is_set():
-                self._kept.move_to_end(schema.text)
+                self._kept.move_to_end(key)
                 return kept
         if not self._compiler.acquire(timeout=self.seconds):
             raise CompilerBusy(
                 "schema must be compiled on its own (got one while another is still being "
                 f"compiled after {self.seconds:g} s); send it again later"
             )
-        grammar = within(self.seconds, lambda: self._alone(schema), self._compiler.release)
+        grammar = within(self.seconds, lambda: self._alone(make), self._compiler.release)
         with self._lock:
-            self._kept[schema.text] = grammar
+            self._kept[key] = grammar
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _alone(self, schema: JsonSchema) -> Grammar:
+    def _alone(self, make: Callable[[], Grammar]) -> Grammar:
         try:
-            return self._compile(schema)
+            return make()
         finally:
             self._compiler.release()
 
@@ -194,18 +241,22 @@ class Grammars:
         try:
             source = LLMatcher.grammar_from_json_schema(
                 schema.text,
-                overrides={"whitespace_flexible": False, "json_allowed_escapes": ESCAPES},
+                overrides=cast("Any", JSON),
             )
         except ValueError as e:
             raise RequestError(f"schema must be one that can be compiled (got: {e})") from e
+        matcher = self._matcher(source)
+        spent = 1e3 * (time.perf_counter() - start)
+        anew = partial(self.compile, schema)
+        return Grammar(schema.text, matcher, self._vocabulary, schema.warnings(), spent, anew)
+
+    def _matcher(self, source: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, source, log_level=SILENT, limits=self.limits)
         if matcher.is_error():
             raise RequestError(f"schema must be one that can be compiled (got: {reason(matcher)})")
         if self._vocabulary.dead(matcher):
             raise RequestError(f"schema must allow some answer (got {_why_dead(matcher)})")
-        spent = 1e3 * (time.perf_counter() - start)
-        anew = partial(self.compile, schema)
-        return Grammar(schema.text, matcher, self._vocabulary, schema.warnings(), spent, anew)
+        return matcher
 
 
 def reason(matcher: LLMatcher) -> str:

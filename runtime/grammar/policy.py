@@ -1,4 +1,5 @@
-"""A grammar as a policy: the answer after the thinking obeys a JSON schema.
+"""A grammar as a policy: the answer after the thinking obeys a JSON schema, or its tool calls obey
+their frame.
 
 Invariant: a row's mask and forced id depend only on the committed tokens before it, and a forced id
 is the only id that its mask would allow. So constrained output is the target's own choice among
@@ -31,19 +32,28 @@ class Place:
     thinking: bool
     lead: tuple[int, ...] = ()
     """Ids still to come between the thinking and the answer."""
+    opening: int = -1
+    """Id with which the grammar begins wherever it comes, also in the thinking; -1: none."""
+    text: bool = False
+    """Any text may come before the opening."""
 
     @property
     def inside(self) -> bool:
-        """Whether the next token is in the answer, where the grammar applies."""
-        return not self.thinking and not self.lead
+        """Whether the next token is where the grammar applies."""
+        return not (self.thinking or self.lead or self.text)
 
     def after(self, token: int, vocabulary: Vocabulary) -> Place:
-        """The place after `token`, where `token` comes before the answer."""
+        """The place after `token`, where `token` comes before the grammar."""
+        if token == self.opening:
+            return replace(self, thinking=False, lead=(), text=False)
         if self.thinking:
-            ends = token == vocabulary.end_think
-            return Place(False, vocabulary.lead) if ends else self
+            if token != vocabulary.end_think:
+                return self
+            return replace(self, thinking=False, lead=() if self.text else vocabulary.lead)
+        if self.text:
+            return self
         # A budget's closing message may have other line breaks than the lead; they end it.
-        return Place(False, self.lead[1:] if token == self.lead[0] else ())
+        return replace(self, lead=self.lead[1:] if token == self.lead[0] else ())
 
 
 def leads(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
@@ -60,7 +70,7 @@ def leads(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
 class Walk:
     """Steps a block of drafts through the grammar, row by row, with its own copy of the matcher."""
 
-    vocabulary: Vocabulary
+    grammar: Grammar
     matcher: LLMatcher
     place: Place
     force: bool
@@ -71,6 +81,13 @@ class Walk:
     start: int = -1
     """First row of the answer; -1: none."""
     masks: Array | None = None
+    opened: bool = False
+    """The opening is among the block's tokens."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The grammar's vocabulary."""
+        return self.grammar.vocabulary
 
     def row(self, given: int) -> int:
         """The id that must follow the next row: `given` by another policy, else the grammar's."""
@@ -82,6 +99,9 @@ class Walk:
     def step(self, token: int) -> bool:
         """Advance over the token after the row. False: it is illegal there, or ends the request."""
         if not self.place.inside:
+            self.opened = token == self.place.opening
+            if self.opened:
+                self.matcher = self.grammar.begin(opened=True)
             self.place = self.place.after(token, self.vocabulary)
             return True
         if token in self.vocabulary.stop or not 0 <= token < self.vocabulary.size:
@@ -101,9 +121,9 @@ class Walk:
         self.masks = masks
         return masks
 
-    def again(self, matcher: LLMatcher, rows: int) -> Array:
+    def again(self, grammar: Grammar, matcher: LLMatcher, rows: int) -> Array:
         """Make the masks again with another matcher, which is at the beginning of the block."""
-        self.matcher = matcher
+        self.matcher = grammar.begin(opened=True) if self.opened else matcher
         matcher.try_consume_tokens(self.taken)
         return self.make_masks(rows)
 
@@ -135,12 +155,14 @@ class Constrain(Policy):
     """Time spent on walks and masks."""
     _matcher: LLMatcher = field(init=False)
     _answered: list[int] = field(default_factory=list[int])
-    """Answer tokens that the matcher has consumed."""
+    """Tokens that the matcher has consumed since it began."""
+    _opened: bool = False
+    """It began after the opening."""
     _walk: Walk | None = None
     """The walk over the last block."""
 
     def __post_init__(self) -> None:
-        self._matcher = self.grammar.matcher.deep_copy()
+        self._matcher = self.grammar.begin()
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         """Ask to see the drafts."""
@@ -162,6 +184,8 @@ class Constrain(Policy):
         vocabulary = self.grammar.vocabulary
         for token in tokens:
             if not self.place.inside:
+                if token == self.place.opening:
+                    self._matcher, self._opened = self.grammar.begin(opened=True), True
                 self.place = self.place.after(token, vocabulary)
             elif token not in vocabulary.stop:
                 self._answered.append(token)
@@ -170,7 +194,7 @@ class Constrain(Policy):
     def look(self, tokens: tuple[int, ...], block: Block) -> Block:
         """See Look. Masks are made later, while the verify runs."""
         begin = time.perf_counter()
-        walk = Walk(self.grammar.vocabulary, self._matcher.deep_copy(), self.place, self.force)
+        walk = Walk(self.grammar, self._matcher.deep_copy(), self.place, self.force)
         self._walk, rows = walk, len(tokens)
         given = (*block.forced, *[FREE] * (rows - len(block.forced)))
         cap = rows
@@ -188,7 +212,7 @@ class Constrain(Policy):
         masks = walk.make_masks(rows)
         if walk.matcher.is_error():
             self._renew()
-            masks = walk.again(self._matcher.deep_copy(), rows)
+            masks = walk.again(self.grammar, self._matcher.deep_copy(), rows)
         if walk.matcher.is_error():
             self.grammar.spent.set()
         self.seconds += time.perf_counter() - begin
@@ -203,5 +227,25 @@ class Constrain(Policy):
             self.grammar = self.grammar.anew()
         except RequestError:
             return  # compiling takes too long now; the old matcher's limit makes this a dead end
-        self._matcher = self.grammar.matcher.deep_copy()
+        self._matcher = self.grammar.begin(opened=self._opened)
         self._matcher.try_consume_tokens(self._answered)
+
+
+@dataclass(frozen=True, slots=True)
+class ForbidToken(Policy):
+    """One id is never chosen: the opening of a tool call, if no tool may be called."""
+
+    token: int
+    rows: int
+    """Of a block."""
+    vocabulary: int
+    """Ids."""
+
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
+        """Mask the id in every row."""
+        return replace(block, mask=self._masks)
+
+    def _masks(self) -> Array:
+        bits = np.full((self.rows, -(-self.vocabulary // 32)), -1, np.int32).view(np.uint32)
+        bits[:, self.token // 32] &= np.uint32(~(1 << self.token % 32) & 0xFFFFFFFF)
+        return bits.view(np.int32)

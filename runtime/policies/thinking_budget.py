@@ -74,12 +74,12 @@ class ThinkingBudget(Policy):
         start = self.soft.start
         soft = tuple(marks.close if done + i >= start else -1 for i in range(block.cap))
         reasons = (*block.reasons, Reason("soft", WHY))
-        # Rows after a closing mark belong to the answer, where nothing is soft. End the block at
-        # the mark; the next block does those rows again.
+        # Rows after the end of the thinking belong to the answer, where nothing is soft. End the
+        # block there; the next block does those rows again.
         return replace(
             block,
             soft=soft,
             soft_margin=self.soft.margin,
-            ends=(*block.ends, marks.close),
+            ends=(*block.ends, *marks.ends),
             reasons=reasons,
         )

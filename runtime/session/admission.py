@@ -23,7 +23,8 @@ from thor_dflash.runtime.decoding.block import AcceptRule, Policy
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
-from thor_dflash.runtime.grammar.policy import Constrain, Place, leads
+from thor_dflash.runtime.grammar.policy import Constrain, ForbidToken, Place, leads
+from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.policies.effort import TokenLimits, resolve_limits
 from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
@@ -49,6 +50,8 @@ class Request:
     drafter: Literal["dflash", "none"] = "dflash"
     grammar: Grammar | None = None
     """Constrains the answer after the thinking; made by Session.grammar."""
+    tools: ToolUse | None = None
+    """Those that the prompt declares. Needs `grammar` if its calls are constrained."""
     budget: BudgetConfig = NO_BUDGET
     relaxed: RelaxedConfig | None = None
     """None: strict acceptance."""
@@ -74,6 +77,10 @@ class Admitted:
     """The measured costs that decide whether to draft; None: always."""
     relaxed: RelaxedThinking | None = None
     grammar: Grammar | None = None
+    forbid: ForbidToken | None = None
+    """The opening of a tool call, if no tool may be called and no grammar excludes it."""
+    opening: int = -1
+    """Id that opens a tool call, if one may be made."""
     thinks: bool = False
     """Whether the prompt ends inside a thinking block."""
     talk: Conversation = NO_CONVERSATION
@@ -94,8 +101,11 @@ class Admitted:
             made.append(SpeculationGate(self.gate, time.perf_counter, GateRule()))
         if self.relaxed is not None:
             made.append(self.relaxed)
-        if self.grammar is not None:
-            made.append(Constrain(self.grammar, Place(thinking=self.thinks)))
+        if self.forbid is not None:
+            made.append(self.forbid)
+        if (found := self.grammar) is not None:
+            place = Place(thinking=self.thinks, opening=found.opening, text=found.free)
+            made.append(Constrain(found, place))
         return (*made, TokenLimit(self.max_tokens, self.max_answer))
 
 
@@ -140,9 +150,32 @@ class Admission:
             gate=self._costs if request.gate else None,
             relaxed=relaxed,
             grammar=request.grammar,
+            forbid=self._forbidden(request),
+            opening=self.opening(request),
             thinks=thinks,
             talk=request.talk,
         )
+
+    def opening(self, request: Request) -> int:
+        """The id that opens a tool call; -1 if none may be made."""
+        if request.tools is None or request.tools.choice == "none":
+            return -1
+        return self._call_marks()[0]
+
+    def _forbidden(self, request: Request) -> ForbidToken | None:
+        if request.tools is None or request.tools.choice != "none" or request.grammar:
+            return None
+        vocab = self._model.manifest.vocab_limit
+        return ForbidToken(self._call_marks()[0], self._model.block, vocab)
+
+    def _call_marks(self) -> tuple[int, int]:
+        marks = self._tokenizer.call_marks if self._tokenizer else None
+        if marks is None:
+            raise RequestError(
+                "tools must be used with a package whose tokenizer has <tool_call> "
+                "(got one without)"
+            )
+        return marks
 
     def _marks(self, what: str) -> Marks:
         marks = self._tokenizer.marks if self._tokenizer else None
@@ -201,7 +234,8 @@ class Admission:
 
     def _check_ends(self, request: Request) -> None:
         """A soft close mark ends its block like a stop id, so it needs one of the stop slots."""
-        slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - 1
+        ends = 1 if request.tools is None else 2
+        slots = self._model.graphs["accept"].inputs["stop"].at({})[0] - ends
         if len(request.stop) > slots:
             raise RequestError(
                 f"stop must hold at most {slots} ids if decode.budget.close is soft "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,11 @@ from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
 from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.schema import JsonSchema
+from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.session.admission import Admission, Admitted, Request, check_request
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
 from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
+from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
@@ -76,6 +79,13 @@ class Session:
             RequestError: the schema is not supported, or the package has no tokenizer.
             CompilerBusy: as `Grammars.compile`.
         """
+        return self._compiler().compile(schema)
+
+    def call_grammar(self, use: ToolUse, answer: JsonSchema | None = None) -> Grammar:
+        """As `grammar`, of the tool calls of a request, or of an answer given instead of them."""
+        return self._compiler().compile_calls(use, answer)
+
+    def _compiler(self) -> Grammars:
         if self._grammars is None:
             if self.tokenizer is None:
                 raise RequestError(
@@ -83,7 +93,7 @@ class Session:
                 )
             manifest = self.manifest
             self._grammars = Grammars(self.tokenizer, manifest.vocab_limit, manifest.stop_tokens)
-        return self._grammars.compile(schema)
+        return self._grammars
 
     def admit(self, request: Request) -> Admitted:
         """Check a request and resolve its options, without starting it. Thread-safe.
@@ -123,6 +133,7 @@ class Session:
             max_answer=request.max_answer or request.max_tokens,
             stop=stop,
             proposer=proposer,
+            opening=self._admission.opening(request),
             talk=request.talk,
         )
         return self._answer(admitted, (*policies, *admitted.policies()))
@@ -140,10 +151,14 @@ class Session:
             stop=admitted.stop,
             proposer=admitted.proposer,
             policies=policies,
-            marks=self.tokenizer.marks if self.tokenizer else None,
+            marks=self._marks(admitted.opening),
             start=start,
         )
         return self._chunks(request, start)
+
+    def _marks(self, opening: int) -> Marks | None:
+        marks = self.tokenizer.marks if self.tokenizer else None
+        return replace(marks, call=opening) if marks else None
 
     def _chunks(self, request: DecodeRequest, start: TurnStart) -> Iterator[TokenChunk]:
         engine, self._report = self.model.engine, None

@@ -12,6 +12,13 @@ class Marks:
 
     open: int
     close: int
+    call: int = -1
+    """The id that opens a tool call, which ends the thinking too; -1: no tools may be called."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end the thinking."""
+        return (self.close,) if self.call < 0 else (self.close, self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,9 @@ class Thinking:
     def feed(self, token: int) -> bool:
         """Take one committed token; return whether it belongs to the block, marks included."""
         if self._marks is None:
+            return False
+        if token == self._marks.call:
+            self._fresh = self.inside = False
             return False
         inside = self.inside or (self._fresh and token == self._marks.open)
         self._fresh = False

@@ -59,6 +59,12 @@ class Tokenizer:
         return Marks(self.think, self.end_think)
 
     @property
+    def call_marks(self) -> tuple[int, int] | None:
+        """The ids that open and close a tool call, or None if one of them is missing."""
+        opening, closing = map(self._tokenizer.token_to_id, TOOL_MARKS[:2])
+        return None if opening is None or closing is None else (opening, closing)
+
+    @property
     def chats(self) -> bool:
         """Whether there is a chat template."""
         return self._template.given

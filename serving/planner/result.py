@@ -26,7 +26,7 @@ class Decoded:
     usage: Usage
     timings: Timings
     spec: Speculation | None
-    closed: Literal["", "natural", "soft", "hard"] = ""
+    closed: Literal["", "natural", "soft", "hard", "call"] = ""
     """How the thinking ended."""
 
 

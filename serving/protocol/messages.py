@@ -174,8 +174,9 @@ class Result(Struct, frozen=True, kw_only=True):
     session: str | None = None
     prefix_id: str | None = None
     accept_mode: str = "exact"
-    thinking_closed: Literal["", "natural", "soft", "hard"] = ""
-    """How the thinking ended: by itself ("natural") or by its budget; "" if it did not end."""
+    thinking_closed: Literal["", "natural", "soft", "hard", "call"] = ""
+    """How the thinking ended: by itself ("natural"), by its budget, or with a tool call; "" if it
+    did not end."""
     usage: Usage = Usage()
     timings: Timings | None = None
     spec: Speculation | None = None

@@ -116,7 +116,7 @@ def _check(args: Namespace) -> Profile | None:
 
 def _check_outputs(args: Namespace) -> None:
     """No file that is written may be one that is read."""
-    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.schema,
+    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.source,
              "--compare": args.compare}  # fmt: skip
     for name, path in given.items():
         for option, out in (("--html", args.html), ("--trace", args.trace)):
@@ -185,7 +185,7 @@ def _settings(session: Session, request: Request, config: Config) -> dict[str, s
     every = _flat("engine", strict_records.encode(engine))
     every |= _flat("decode", strict_records.encode(replace(config.decode, drafter=request.drafter)))
     if grammar is not None:
-        every["schema"] = hashlib.sha256(grammar.schema.encode()).hexdigest()[:12]
+        every["schema"] = hashlib.sha256(grammar.source.encode()).hexdigest()[:12]
     return {key: value for key, value in every.items() if key != "engine.cubins"}
 
 
