@@ -1,6 +1,6 @@
 """The grammar of tool calls, as Lark text for llguidance.
 
-It begins with the id of `<tool_call>`; the tags inside are letters (see text/tool_calls.py). The
+It begins with the id of `<tool_call>`; the tags inside are ordinary text (text/tool_calls.py). The
 **frame** holds always: declared functions, declared parameters, each at most once and in any order,
 the required ones present. **Values** obey their schemas only for strict tools: of 880 expected
 answers of BFCL, 24 break their own schema and 2 the frame.

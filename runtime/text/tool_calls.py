@@ -1,6 +1,6 @@
 """Tool calls in an answer: parsed from committed ids while they arrive.
 
-A call begins with the id of `<tool_call>` and ends with that of `</tool_call>`; the same letters
+A call begins with the id of `<tool_call>` and ends with that of `</tool_call>`; the same characters
 from other ids are text. Between them Qwen3.5 to 3.8 write
 
     <function=NAME>

@@ -97,7 +97,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 
 def test_a_page_is_as_wide_as_its_window() -> None:
     for drawing in drawings(page(FOUND)):
-        assert "viewBox" not in drawing.attrib, "it would scale the letters, too"
+        assert "viewBox" not in drawing.attrib, "it would scale the text, too"
         for shape in drawing.iter():
             for name in ("x", "x1", "x2", "cx", "width"):
                 assert shape.attrib.get(name, "%").endswith("%"), ElementTree.tostring(shape)

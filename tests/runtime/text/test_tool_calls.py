@@ -86,7 +86,7 @@ def run(tokens: list[int], p: ToolCallParser | None = None) -> tuple[str, list[t
             'a < b && "c" \\ </param> <parameter=x>',
             'a < b && "c" \\ </param> <parameter=x>',
         ),
-        ("label", "<tool_call> in letters, é漢😀", "<tool_call> in letters, é漢😀"),
+        ("label", "<tool_call> in plain text, é漢😀", "<tool_call> in plain text, é漢😀"),
         ("frame", "map", "map"),
         ("free", "12", "12"),
         ("unknown", "true", "true"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("profile.html.jinja")
 HEIGHT, TOP, LOW = 176, 24, 42
 """Height of a chart, and what its unit above and its labels below take of it, px. Only heights are
-fixed: every x is a percentage of the page, so a phone shows the same letters and thinner bars."""
+fixed: every x is a percentage of the page, so a phone shows the same text and thinner bars."""
 ROW = 36
 """Height of a horizontal bar with its name and number above it, px."""
 COLUMNS, RUNS = 16, 10
