@@ -202,4 +202,4 @@ def test_invalid_and_contradictory_options_are_refused_in_one_line(
     written = generate(capsys, package, *args.split())
     assert written.code == 2
     assert message in written.err
-    assert written.err.count("\n") == 1
+    assert written.err.count("thor-dflash: ") == 1
