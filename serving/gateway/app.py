@@ -26,6 +26,8 @@ from thor_dflash.serving.protocol.errors import bad_request
 
 BODY_BYTES = 1 << 20
 """Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
+SMALL_BYTES = 1 << 16
+"""Size of a body up to which it is decoded at once, in less than 10 ms."""
 BODY_S = 10.0
 """Longest time in which a request body must have come."""
 DISCARDED = 64 << 20
@@ -63,6 +65,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._pool: ServerPool | None = None
+        self._reading = asyncio.Lock()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
@@ -83,13 +86,13 @@ class Gateway:
         """POST /v1/chat/completions."""
         chat, body = None, RequestBody()
         try:
-            text = await body.read(request)
+            text, arrived = await body.read(request), time.monotonic()
             _check_kind(request)
-            chat = openai_api.read(text)
-            plan, arrived = openai_api.plan_request(chat), time.monotonic()
+            chat = await self._read(text)
+            plan = openai_api.plan_request(chat)
             if chat.model and not await self.pool.knows(chat.model):
                 return replies.no_model(chat.model, self.pool.known())
-            # A server that has not yet named its model may have been waited for.
+            # Other bodies, or a server that has not yet named its model, may have been waited for.
             events = self.pool.stream(with_time_left(plan, arrived), chat.model)
             # Wait for the first event before the status line: a refusal precedes any chunk.
             member, first = await _while_there(request, events)
@@ -110,6 +113,22 @@ class Gateway:
         assert isinstance(first, messages.Result), first
         await events.aclose()  # else its server counts as busy until garbage collection
         return replies.json(openai_api.completion(answer, first))
+
+    async def _read(self, body: bytes) -> openai_api.ChatRequest:
+        """Decode a body. Large ones are decoded one at a time, each with a pause as long after it:
+        a flood of them leaves half of the time to other requests.
+
+        Raises:
+            PlanError: as `openai_api.read`.
+        """
+        if len(body) <= SMALL_BYTES:
+            return openai_api.read(body)
+        async with self._reading:
+            began = time.monotonic()
+            try:
+                return openai_api.read(body)
+            finally:
+                await asyncio.sleep(time.monotonic() - began)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

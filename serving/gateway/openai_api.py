@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.message_text import nearest, show, visible
+from thor_dflash.core.message_text import cut, nearest, show, visible
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
@@ -53,6 +53,8 @@ NESTED = (
 )
 """Objects, and lists of them, in which such fields are looked for. Schemas, where null has a
 meaning, lie deeper."""
+BODY = msgspec.json.Decoder(dict[str, Any], float_hook=float)
+"""Python's `float` reads 1e308 a hundred times as fast as msgspec."""
 SUPPORTED: Mapping[str, str] = {
     "thinking": "on, off or auto",
     "messages.role": "system, developer, user, assistant or tool",
@@ -154,9 +156,12 @@ def read(body: bytes) -> ChatRequest:
     Raises:
         PlanError: bad_request, naming the field.
     """
-    table = cast("dict[str, Any]", _effective(codec.JSON.decode(body, dict[str, Any])))
     try:
-        return codec.convert(table, ChatRequest)
+        table = BODY.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise bad_request(f"body must be a JSON object (got: {cut(str(e))})") from e
+    try:
+        return codec.convert(cast("dict[str, Any]", _effective(table)), ChatRequest)
     except PlanError as e:
         raise _plain(e) from e.__cause__
 
@@ -171,7 +176,8 @@ def _effective(value: object, where: str = "", path: str = "") -> object:
     if isinstance(value, list):
         items = enumerate(cast("list[object]", value))
         return [
-            _effective(v, f"{where}[{i}]", path) if isinstance(v, dict) else v for i, v in items
+            _effective(cast("object", v), f"{where}[{i}]", path) if isinstance(v, dict) else v
+            for i, v in items
         ]
     if not isinstance(value, dict):
         return value

@@ -244,8 +244,7 @@ async def _stream(member: Member, request: messages.PlanRequest) -> AsyncGenerat
             yield event
     finally:
         member.active -= 1
-        if isinstance(events, AsyncGenerator):
-            await events.aclose()
+        await events.aclose()
 
 
 async def _call(member: Member, op: str) -> dict[str, Any]:

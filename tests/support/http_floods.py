@@ -36,6 +36,8 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.server.server import serving
 
 POST = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+NUMBERS = '{"messages": [], "metadata": {"a": [' + ",".join(["1e308"] * 170_000) + "]}}"
+LARGE = POST.format("/v1/chat/completions") + f"Content-Length: {len(NUMBERS)}\r\n\r\n{NUMBERS}"
 LONG = "Content-Length: 999999\r\n\r\n"
 FLOODS: dict[str, tuple[str, str]] = {
     "idle connections": ("", ""),
@@ -44,6 +46,7 @@ FLOODS: dict[str, tuple[str, str]] = {
     "bodies sent to no route": (POST.format("/nothing") + LONG, "x"),
     "bodies of a wrong method": (POST.format("/health") + LONG, "x"),
     "no HTTP": ("\x16\x03\x01\x02\r\n\r\n", ""),
+    "large bodies": (LARGE, LARGE),
     "upgrades": ("GET /a HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\n"
                  "Upgrade: websocket\r\n\r\n", ""),
 }  # fmt: skip
@@ -243,7 +246,8 @@ def main() -> None:
     ]]  # fmt: skip
     for kind in FLOODS:
         print(f"{kind} ...", file=sys.stderr)
-        one = measure(kind, args.connections, args.seconds)
+        number = 40 if kind == "large bodies" else args.connections
+        one = measure(kind, number, args.seconds)
         p99, after = one.ms[int(0.99 * (len(one.ms) - 1))], one.after_ms
         row = [statistics.median(one.ms), p99, one.ms[-1], after[int(0.99 * (len(after) - 1))]]
         table.append([
