@@ -142,6 +142,20 @@ def table_bars(kind: str, name: str, column: int, unit: str) -> Callable[[], str
     return write
 
 
+def row_bars(kind: str, name: str, row: str, unit: str) -> Callable[[], str]:
+    """A figure of one row of a recorded table: a bar for each column."""
+
+    def write() -> str:
+        found = [one["data"][name] for one in results(kind) if name in one["data"]]
+        if not found:
+            return NOTHING
+        head, *rows = found[-1]
+        [cells] = [each[1:] for each in rows if each[0] == row]
+        return bars([(str(n), float(x)) for n, x in zip(head[1:], cells, strict=True)], unit)
+
+    return write
+
+
 def sources(*kinds: str) -> Callable[[], str]:
     """Where the numbers of a page come from."""
 
@@ -166,6 +180,9 @@ KINDS = r"^(layers\.|in_proj|out_proj|gate_up|down_proj|qkv|o_proj|head)"
 PARTS: dict[str, Callable[[], str]] = {
     "verify": figures("bench", r"^(verify at|cycle at|plain step)"),
     "verify figure": figure_bars("bench", r": (verify|cycle)$"),
+    "dflash2": table("dflash2", "cycles"),
+    "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
+    "dflash2 sources": sources("dflash2"),
     "linear": figures("bench", r"^(linears of a verify, share|the same linears)"),
     "linear launches": figures("bench", KINDS),
     "linear figure": share_bars("bench", "linears of a verify, one by one"),

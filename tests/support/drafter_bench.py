@@ -142,13 +142,17 @@ class DrafterBench:
         return dict(zip(names, got, strict=True))
 
 
-def make_bench(kind: DrafterKind, ids: Sequence[int] = ()) -> DrafterBench:
-    """Build a package and load the drafter's graphs. `ids` are those that may be drafted."""
+def make_bench(
+    kind: DrafterKind, ids: Sequence[int] = (), seeds: tuple[int, int] = (21, 22)
+) -> DrafterBench:
+    """Build a package and load the drafter's graphs. `ids` are those that may be drafted, `seeds`
+    those of the checkpoints.
+    """
     g, target = kind.geometry, GEOMETRIES[kind.target]
     with TemporaryDirectory() as held:
         root = Path(held)
-        write_target(root / "target", target, 21, kind.target_dialect)
-        write_drafter(root / "drafter", target, g, 22, kind.dialect)
+        write_target(root / "target", target, seeds[0], kind.target_dialect)
+        write_drafter(root / "drafter", target, g, seeds[1], kind.dialect)
         write_config(root / "drafter", read_config(root / "drafter") | dict(kind.changes))
         config = BuildConfig(chunk=CHUNK, capacity=CAPACITY)
         if ids:
