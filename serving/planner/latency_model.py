@@ -41,6 +41,9 @@ class LatencyModel:
     """Tokens committed per cycle while thinking."""
     answer_len: float = 1.0
     """Tokens committed per cycle in the answer."""
+    best_len: float = math.inf
+    """Most tokens per cycle of any answer so far, from its first token to a cycle that completed
+    those of a first step. Unlimited before the first such answer."""
     answer_tokens: float = 160.0
     """Length of an answer. The default is that of a plan of five steps."""
     e2e_ms: float = 0.0
@@ -79,6 +82,12 @@ class LatencyModel:
         self._recent.append(ms)
         self.refused = 0
 
+    def accepted(self, tokens: int, cycles: int) -> None:
+        """Record how many cycles the answer under way has taken for its tokens so far."""
+        if tokens >= FIRST_STEP:
+            before = 0.0 if math.isinf(self.best_len) else self.best_len
+            self.best_len = max(before, tokens / cycles)
+
     def plan(self, ms: float, answer_tokens: int) -> None:
         """Record a plan that was not cut short."""
         self.e2e_ms = _median(self._plans, ms)
@@ -110,11 +119,15 @@ class LatencyModel:
         return self.cycle_ms * tokens / self.answer_len
 
     def min_ms(self, prompt: int, max_tokens: int, *, whole: bool) -> float:
-        """Predict the least time of a useful answer without thinking, ms. With `whole` that is an
-        answer of typical length, else the first step of a plan.
+        """Predict the least time of a useful answer without thinking, ms: of the first step of a
+        plan or, with `whole`, of an answer as short as the shortest recent one.
+
+        The answer may be as easy to draft as the easiest so far: what an earlier one took must not
+        refuse it.
         """
-        tokens = max_tokens if whole else min(FIRST_STEP, max_tokens)
-        return self.prefill_ms(prompt) + self.answer_ms(tokens)
+        shortest = min(self._answers.copy(), default=self.answer_tokens) if whole else FIRST_STEP
+        cycles = max(1.0, min(shortest, max_tokens) / self.best_len)
+        return self.prefill_ms(prompt) + self.cycle_ms * cycles
 
     def thinking_tokens_left(self, left_ms: float, prompt: int, max_tokens: int) -> int:
         """Return how many thinking tokens leave time for the answer."""

@@ -62,7 +62,7 @@ class SchemaValidator:
             raise _invalid(f"have at most {MAX_PATTERNS} patterns (got {count})")
         sized = jsonschema_rs.FancyRegexOptions(size_limit=PATTERN_BYTES)
         try:
-            self._validator: Any = jsonschema_rs.validator_for(
+            self._validator: Any = jsonschema_rs.Draft202012Validator(
                 dict(schema.table), retriever=_offline, pattern_options=sized
             )
         except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as e:

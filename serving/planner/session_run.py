@@ -42,6 +42,8 @@ class SessionRun:
         self._writer = ChunkWriter(prepared.ask.stream)
         self._tokens: list[int] = []
         self._finish: messages.Finish | None = None
+        self._cycles = 0
+        """Cycles since the first token of the answer."""
         self._begun = False
         self._start = time.perf_counter()
         self._watch = watch
@@ -70,6 +72,8 @@ class SessionRun:
         self._rates.cycle(ms, len(chunk.tokens), thinking=thinking)
         self._tokens += chunk.tokens
         pieces = self._answer.feed(chunk.tokens)
+        self._cycles += self._answered > 0
+        self._rates.accepted(self._answered, self._cycles)
         if chunk.finish:
             self._finish = self._named(chunk.finish)
             pieces += self._answer.end()

@@ -11,7 +11,7 @@ import pytest
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client import PlanRequest
-from thor_dflash.serving.planner.latency_model import KEPT, TRIAL, LatencyModel
+from thor_dflash.serving.planner.latency_model import FIRST_STEP, KEPT, TRIAL, LatencyModel
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner, check_deadline
 
@@ -23,6 +23,7 @@ def measured() -> LatencyModel:
         rates.cycle(95.0, 3, thinking=True)
         rates.step(50.0, 64)
         rates.plan(4000.0, 150)
+    rates.accepted(tokens=160, cycles=40)
     return rates
 
 
@@ -38,6 +39,7 @@ def predicted(rates: LatencyModel) -> list[float]:
 def test_predictions_are_what_was_measured() -> None:
     rates = measured()
     assert predicted(rates)[:2] == [500 + 95 * 32 / 4, 500 + 95 * 150 / 4]
+    assert LatencyModel().min_ms(640, 512, whole=True) == 0, "nothing is known yet"
     assert rates.e2e_ms == 4000.0
     half = LatencyModel()
     for tokens in (1, 1, 1, 9):
@@ -67,6 +69,34 @@ def test_one_outlier_changes_nothing() -> None:
     rates.plan(60_000.0, 4000)
     assert predicted(rates) == before
     assert rates.bound_ms() == 18_000, "but a cancel may have to wait for such a one"
+
+
+def test_a_hard_prompt_refuses_nothing_that_an_easy_one_can_do() -> None:
+    """Tokens per cycle differ by prompt: those of the last one say nothing about the next."""
+    rates = measured()
+    before = predicted(rates)
+    for _ in range(200):  # 320 tokens at 1.6 a cycle
+        rates.cycle(95.0, 2, thinking=False)
+        rates.cycle(95.0, 1, thinking=False)
+    rates.accepted(tokens=320, cycles=200)
+    rates.plan(19_000.0, 320)
+    assert predicted(rates)[:2] == before[:2]
+    assert predicted(rates)[2] < before[2], "but an answer after thinking gets the time of such one"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_min_ms_is_the_time_of_the_best_answer_so_far(whole: bool) -> None:
+    rates = LatencyModel(step_sizes=(64,))
+    rates.step(50.0, 64)
+    rates.cycle(100.0, 1, thinking=False)
+    assert rates.min_ms(65, 512, whole=whole) == 150, "one cycle, until an answer was seen"
+    rates.accepted(tokens=FIRST_STEP - 1, cycles=31)
+    assert rates.min_ms(65, 512, whole=whole) == 150, "too short to tell"
+    for answer, cycles in ((40, 20), (64, 16), (100, 50)):
+        rates.accepted(answer, cycles)
+        rates.plan(1.0, answer)
+    assert rates.min_ms(65, 512, whole=whole) == 50 + 100 * (40 if whole else FIRST_STEP) / 4
+    assert rates.min_ms(65, 8, whole=whole) == 50 + 100 * 8 / 4
 
 
 def refused(rates: LatencyModel, times: int, left_ms: float = 700.0, *, free: bool = True) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -113,6 +114,18 @@ def test_the_rates_learn_from_whole_plans_only(
     assert run.result(stop).finish_reason == (finish or stop)  # type: ignore[arg-type]
     rates = backend.rates
     assert (rates.e2e_ms > 0, rates.answer_tokens < 160) == (learns, learns)
+
+
+def test_the_rates_learn_the_best_acceptance_of_an_answer(backend: Kept) -> None:
+    """Counted from its first token, without the thinking, whichever way it ends."""
+    close = tuple(backend.tokenizer.encode("</think>"))
+    backend.rates.best_len = math.inf
+    many = (TokenChunk((5,) * 10, ""), TokenChunk((5,) * 12, ""), TokenChunk((5,) * 2, ""))
+    run = reported(backend, THINKS, TokenChunk((5, 6), ""), TokenChunk((*close, 5), ""), *many * 2)
+    for chunks, best in ((4, math.inf), (1, math.inf), (1, 35 / 5), (1, 47 / 6), (1, 47 / 6)):
+        for _ in range(chunks):
+            run.step()
+        assert backend.rates.best_len == best
 
 
 def test_a_plan_tells_the_energy_of_each_rail(backend: Kept, tmp_path: Path) -> None:
