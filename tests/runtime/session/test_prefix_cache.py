@@ -87,6 +87,25 @@ def test_the_longest_that_fits_is_used(s: Session) -> None:
         assert s.report().usage.cached_tokens == cached
 
 
+def test_a_prompt_that_differs_at_any_held_position_does_not_use_the_prefix(s: Session) -> None:
+    """At each of them, the last one included, so that not one token of it has been read."""
+    helds = [cached_length(length, CHUNK) for length in (33, 70, 97, 130)]
+    for held in helds:
+        s.prefixes.put(f"first {held}", LONG[: held + 1])
+    for at in range(helds[-1] + 2):
+        other = (*LONG[:at], LONG[at] ^ 1, *LONG[at + 1 :])
+        found, most = s.prefixes.find(other), max([0, *(held for held in helds if held <= at)])
+        assert (found.held if found else 0) == most, at
+        assert s.prefixes.use(other) is (found.snapshot if found else None)
+    for held in helds:  # no token of the answer is left in a prompt that ends with the prefix
+        found = s.prefixes.find(LONG[:held])
+        assert (found.held if found else 0) < held
+    last = Request(prompt=(*LONG[:127], LONG[127] ^ 1, *LONG[128:150]), max_tokens=4)
+    got, cached = answer(s, last, DflashDrafter()), s.report().usage.cached_tokens
+    s.prefixes = PrefixCache(s.model)
+    assert (got, cached) == (answer(s, last, DflashDrafter()), 96)
+
+
 def test_memory_is_budgeted_and_the_least_recently_used_goes(s: Session) -> None:
     size = s.prefixes.bytes_of(64)
     s.prefixes.budget = 3 * size
