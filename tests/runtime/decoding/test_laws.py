@@ -79,6 +79,29 @@ def test_any_prompt_and_any_drafter(length: int, tokens: int, seed: int, rate: f
     assert answer(s, request, erring(truth, rate, seed)) == truth
 
 
+FAR = Request(prompt=prompt(380, seed=6), max_tokens=40)
+"""Its answer begins within the third tile of attention and ends in the fourth, after twelve steps
+of prefill."""
+
+
+@pytest.mark.parametrize("kind", ["erring", "real", "hostile"])
+def test_any_drafter_gives_the_plain_answer_and_cache_far_into_the_cache(kind: str) -> None:
+    s = session(layers=2)
+    truth = plain(s, FAR)
+    want = cached(s)
+    assert answer(s, FAR, drafter(kind, truth, 5)) == truth
+    got = cached(s)
+    for name, rows in want.items():
+        assert np.array_equal(rows, got[name]), name
+        where = rows.reshape(rows.shape[0], rows.shape[1], -1)
+        assert len({row.tobytes() for row in where[0]}) == rows.shape[1], "each token has its own"
+
+
+def cached(s: Session) -> dict[str, np.ndarray]:
+    arrays = s.model.state.snapshot().arrays
+    return {name: array for name, array in arrays.items() if name.startswith("attention.")}
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_an_oracle_gives_a_full_block_a_cycle(geometry: str) -> None:
     s = session(geometry)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.loop_models import DEAD, answer, prompt, session
+from support.loop_models import DEAD, answer, oracle, prompt, session
 
 from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
@@ -51,6 +51,16 @@ def test_nan_ends_the_request_with_an_error_and_is_not_clamped() -> None:
         list(answers)
     assert len(shown) >= 3
     assert s.report().finish == "error"
+
+
+def test_nothing_past_max_tokens_is_committed() -> None:
+    """Not even where the drafts of the last block are right for longer."""
+    s, asked = session(layers=2), Request(prompt=prompt(40, 1), max_tokens=40)
+    truth = answer(s, asked, NoDrafter())
+    for most in (1, 2, 15, 16, 17, 24):
+        assert answer(s, replace(asked, max_tokens=most), oracle(truth)) == truth[:most]
+        assert s.model.state.length == len(asked.prompt) - 1 + most
+        assert s.report().completion_tokens == most
 
 
 def test_report_counts_what_happened() -> None:
