@@ -78,6 +78,12 @@ def test_a_prompt_row_does_not_depend_on_its_chunk(cache: DType) -> None:
 
 
 @emulated
+def test_a_prompt_is_written_behind_three_tiles() -> None:
+    """Both kernels of a prompt, against the reference."""
+    run(case_of(SPLIT_ROWS + 1, 370, FP8, 512, heads=2))
+
+
+@emulated
 @pytest.mark.emulator
 @pytest.mark.parametrize("device", [FEW, THOR, H100], ids=lambda d: str(d.multiprocessors))
 def test_bits_do_not_depend_on_which_block_takes_a_piece(device: Device) -> None:

@@ -20,7 +20,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar, Vocabulary
-from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk
+from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk, leads
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.policies.thinking_budget import ThinkingBudget
 from thor_dflash.runtime.session import Request
@@ -178,6 +178,47 @@ def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, messag
     assert SchemaValidator(read(PLAN)).valid(json.loads(written))
     assert answer(DflashDrafter()) == truth
     assert answer(oracle(truth)) == truth
+
+
+LEAD = (7, 9, 7)
+"""Line breaks of a tokenizer that has none of two; any ids serve."""
+
+
+def led(schema: dict[str, object]) -> Grammar:
+    made = grammar(schema)
+    return replace(made, vocabulary=replace(made.vocabulary, lead=LEAD))
+
+
+@pytest.mark.parametrize("close", [0, 13, 14, 15])
+def test_all_of_a_lead_of_several_tokens_comes_before_the_answer(close: int) -> None:
+    """Wherever in a block it begins, and if it ends in the next one."""
+    request, made, policies = asked(True), led(SMALL), (Closing(close),)
+    truth = constrained(request, NoDrafter(), made, thinking=True, policies=policies)
+    ends = truth.index(text().end_think) + 1
+    assert ends == close + 1
+    assert tuple(truth[ends : ends + 3]) == LEAD
+    written = json.loads(text().decode(truth[ends + 3 :]))
+    assert SchemaValidator(read(SMALL)).valid(written)
+    for kind in ("oracle", "hostile", "real"):
+        proposer = drafter(kind, truth, 5)
+        got = constrained(request, proposer, made, thinking=True, policies=policies)
+        assert got == truth, kind
+
+
+@pytest.mark.parametrize(
+    ("message", "left"),
+    [((), LEAD), (LEAD[:1], LEAD[1:]), (LEAD[:2], LEAD[2:]), (LEAD, ()), ((5,), ()), ((7, 5), ())],
+)
+def test_a_message_may_begin_a_lead_or_replace_its_rest(
+    message: tuple[int, ...], left: tuple[int, ...]
+) -> None:
+    vocabulary = led(SMALL).vocabulary
+    place = Place(thinking=False, lead=LEAD)
+    for token in message:
+        place = place.after(token, vocabulary)
+    assert (place.lead, place.inside) == (left, not left)
+    assert leads(message, vocabulary)
+    assert leads((*message, 5), vocabulary) == bool(left), "all that follows is of the answer"
 
 
 def test_a_constrained_cycle_waits_twice_and_an_unconstrained_one_once(
