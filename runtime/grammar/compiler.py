@@ -33,6 +33,10 @@ ESCAPES = 'nrbtf\\"'
 """Allowed JSON escape chars. Not u: \\u could spell a declared key in another way, or half a
 surrogate pair."""
 JSON: dict[str, Any] = {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
+_COMMON = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_COMMON + times for times in ("{1,10}", "{1,30}", "+"))]
+"""Sets of tokens whose masks are computed once. They are llguidance's own for JSON, but without the
+line ends that ECMA-262 excludes from `.`: a set counts only where all of it is legal."""
 SILENT = 0
 """llguidance's log level: no output on stderr. Errors are read from the matcher."""
 
@@ -158,7 +162,7 @@ class Grammars:
                 self.text.grammar_json(),
                 n_vocab=self.vocab,
                 eos_token=list(self.stop),
-                slices=LLTokenizer.json_slices(),
+                slices=SLICES,
             )
         except (ValueError, OverflowError) as e:
             raise PackageError(f"the tokenizer must be one that llguidance reads (got: {e})") from e
@@ -194,7 +198,7 @@ class Grammars:
         if answer is not None:
             answer.check_exclusive_bounds()
             answer.check_patterns()
-        schema = "" if answer is None else json.dumps({**answer.table, "x-guidance": JSON})
+        schema = "" if answer is None else json.dumps({**answer.for_compiler(), "x-guidance": JSON})
         lark = call_grammar(use, marks, schema)
         free = use.choice == "auto" and answer is None
         key = f"{lark}\n// {free}"
@@ -240,7 +244,7 @@ class Grammars:
         schema.check_patterns()
         try:
             source = LLMatcher.grammar_from_json_schema(
-                schema.text,
+                json.dumps(schema.for_compiler(), ensure_ascii=False),
                 overrides=cast("Any", JSON),
             )
         except ValueError as e:

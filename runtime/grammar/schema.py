@@ -12,12 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table
+from thor_dflash.runtime.grammar import pattern as ecma
 
 MAX_BYTES = 128 << 10
 """Maximum schema size, bytes of compact JSON. Ten skills over forty objects are about 6 KB."""
@@ -38,6 +39,10 @@ MAX_BOUND: Mapping[type, int] = {int: 2**53 - 1, float: (2**53 - 1) // 10}
 point as all its digits over ten, and converts them to int64: larger ones would change silently, and
 the lowest would crash it."""
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+"""The only value of $schema. By others, compiler and validator would ignore keywords that older
+drafts did not have."""
+
 _WHOLE = MAX_BOUND[int]
 """Largest absolute value of a literal number: the compiler stores literals as float64 too."""
 _PLACES = 300
@@ -51,7 +56,7 @@ _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS = frozenset((*_LOW, *_HIGH))
 _TEXTS = ("pattern", "format")
 _LITERALS = ("const", "enum")
-_ANNOTATIONS = frozenset("title description default examples deprecated $comment $schema".split())
+ANNOTATIONS = frozenset("title description default examples deprecated $comment $schema".split())
 _ONE = frozenset(("items", "additionalProperties"))
 SAME_VALUE = frozenset(("anyOf", "oneOf", "allOf"))
 """Keywords whose subschemas describe the same value; those of the others describe parts of it."""
@@ -62,7 +67,7 @@ KEYWORDS = (
     _BOUNDS
     | frozenset("type required minItems maxItems minLength maxLength $ref".split())
     | frozenset((*_TEXTS, *_LITERALS))
-    | _ANNOTATIONS
+    | ANNOTATIONS
     | _ONE
     | _LISTS
     | _TABLES
@@ -101,6 +106,16 @@ class JsonSchema:
     table: Mapping[str, Any]
     subschemas: Mapping[str, Subschema]
     """By `at`, outermost first."""
+
+    def for_compiler(self) -> Mapping[str, Any]:
+        """The schema with every pattern in the compiler's dialect."""
+        copied: dict[str, Subschema] = {}
+        _walk(table := json.loads(self.text), "schema", "#", copied)
+        for one in copied.values():
+            if isinstance(pattern := one.table.get("pattern"), str):
+                assert isinstance(one.table, dict), "json.loads made it"
+                one.table["pattern"] = ecma.translate(one.where, pattern)
+        return cast("Mapping[str, Any]", table)
 
     def warnings(self) -> tuple[str, ...]:
         """What lets an answer grow without end: it may then fill max_tokens and be cut off."""
@@ -234,6 +249,12 @@ def _check_value(where: str, key: str, value: object) -> None:
             raise RequestError(f"{where} must be {-most} to {most} (got {show(value)})")
     elif key == "format" and value == "unknown":  # to the compiler this word means none
         raise RequestError(f'{where} must be a known format (got "unknown")')
+    elif key == "pattern":
+        if not isinstance(value, str):
+            raise RequestError(f"{where} must be a string (got {show(value)})")
+        ecma.translate(where, value)
+    elif key == "$schema" and value not in (DIALECT, f"{DIALECT}#"):
+        raise RequestError(f"{where} must be {DIALECT}, or left out (got {show(value)})")
     elif key in _LITERALS:
         _check_literal(where, value)
 

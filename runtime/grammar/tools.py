@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
+from thor_dflash.runtime.grammar.pattern import spanning
 from thor_dflash.runtime.grammar.schema import DEFINITIONS, read
 from thor_dflash.runtime.text.tool_calls import Tool
 
@@ -139,15 +140,17 @@ def _value(name: str, where: str, schema: object, root: Mapping[str, Any]) -> It
     if any(not branch for branch in branches):
         yield f"v{name}[suffix={END}]: /(?s:.*)/"
         return
-    yield f"v{name}: (" + " | ".join(f"v{name}_{k}" for k in range(len(branches))) + ") PEND"
+    yield f"v{name}: " + " | ".join(f"v{name}_{k}" for k in range(len(branches)))
     for k, branch in enumerate(branches):
         if (pattern := branch.get("text")) is not None:
-            yield f"v{name}_{k}: T{name}_{k}"
+            # As a suffix the tag ends the text where it first can: a terminal of its own would come
+            # too late, for the text may hold whatever begins like the tag.
+            yield f"v{name}_{k}[suffix={END}]: T{name}_{k}"
             yield f"T{name}_{k}: {pattern}"
         elif (words := branch.get("words")) is not None:
-            yield f"v{name}_{k}: " + " | ".join(map(_literal, words))
+            yield f"v{name}_{k}: ({' | '.join(map(_literal, words))}) PEND"
         else:
-            yield f"v{name}_{k}: %json {json.dumps(branch['json'], ensure_ascii=False)}"
+            yield f"v{name}_{k}: %json {json.dumps(branch['json'], ensure_ascii=False)} PEND"
 
 
 def _branches(schema: object, where: str, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -174,10 +177,11 @@ def _branches(schema: object, where: str, root: Mapping[str, Any]) -> Iterator[d
 def _json(table: Mapping[str, Any], where: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     whole = {**{key: root[key] for key in DEFINITIONS if key in root}, **table}
     try:
-        read(whole).check_patterns()
+        schema = read(whole)
+        schema.check_patterns()
     except RequestError as e:
         raise RequestError(f"{where}: {e}") from e
-    return {**whole, "x-guidance": JSON_STYLE}
+    return {**schema.for_compiler(), "x-guidance": JSON_STYLE}
 
 
 def _constants(values: Sequence[object]) -> Iterator[dict[str, Any]]:
@@ -199,15 +203,8 @@ def _string(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     low, high = table.get("minLength", 0), table.get("maxLength", "")
     parts = [f"/(?s:.{{{low},{high}}})/", _BEFORE_END]
     if "pattern" in table:
-        parts.append(f"/{_anywhere(str(table['pattern']))}/")
+        parts.append(f"/{spanning(f'{where}.pattern', str(table['pattern']))}/")
     return {"text": " & ".join(parts)}
-
-
-def _anywhere(pattern: str) -> str:
-    """A pattern that matches a whole text, as one of JSON schema matches any part of it."""
-    start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[start : len(pattern) - end].replace("/", "\\/")
-    return f"{'' if start else '(?s:.*)'}({inner}){'' if end else '(?s:.*)'}"
 
 
 def _literal(text: str) -> str:

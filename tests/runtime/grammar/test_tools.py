@@ -188,6 +188,8 @@ FRAME, X = ("frame", "map"), ("x", "3")
         ("strict", lambda: call("move_to", FRAME, X, ("opts", '{"fast":true}')), False),
         ("strict", lambda: call("move_to", ("frame", "maps"), X), False),
         ("strict", lambda: call("move_to", FRAME, ("x", "31")), False),
+        ("strict", lambda: call("move_to", FRAME, X, ("label", "seven")), True),
+        ("strict", lambda: call("move_to", FRAME, X, ("label", "a\nb</")), True),
         ("strict", lambda: call("move_to", FRAME, X, ("label", "seven77")), False),
         ("union", lambda: spelt('{"n":2}'), True),
         ("union", lambda: spelt('{"n":3}'), False),
@@ -197,6 +199,38 @@ def test_what_a_grammar_takes(kind: Kind, tokens: Any, good: bool) -> None:
     matcher, ids = grammar(kind).begin(), tokens()
     taken = matcher.try_consume_tokens(ids)
     assert (taken == len(ids) and matcher.is_accepting()) == good
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ('^[^"/]+$', ["a\\b", "<a>"], ['a"b', "a/b"]),
+        ("^a|b$", ["ax", "xb"], ["xax", "bx"]),
+        ("^(?:a|b)$", ["a"], ["ax", "xb"]),
+        ("a/b|^$", ["a/b", "xa/by"], ["ab"]),
+        (r"\$$", ["a$"], ["a"]),
+        (r"^\d$", ["1"], ["\u0661"]),
+    ],
+)
+def test_a_pattern_of_a_strict_tool_is_that_of_json_schema(
+    pattern: str, good: list[str], bad: list[str]
+) -> None:
+    """Of a string, which is written raw, and of one inside a list, which is JSON."""
+    one = {"type": "string", "pattern": pattern}
+    many = {"type": "array", "items": one, "minItems": 1}
+    tool = Tool("f", {"properties": {"s": one, "l": many}}, strict=True)
+    begin = session().call_grammar(replace(USE, choice="required", tools=(tool,))).begin
+    for value in (*good, *bad):
+        for given in (("s", value), ("l", json.dumps([value], ensure_ascii=False))):
+            ids = call("f", given)
+            assert (begin().try_consume_tokens(ids) == len(ids)) == (value in good), given
+
+
+def test_anchors_inside_of_a_strict_tools_pattern_are_refused() -> None:
+    for pattern in ("(^a|b)c", "(a|b$)", "x^a"):
+        tool = Tool("f", {"properties": {"k": {"type": "string", "pattern": pattern}}}, strict=True)
+        with pytest.raises(RequestError, match=r"properties\.k\.pattern must have \^ and \$ only"):
+            call_grammar(replace(USE, tools=(tool,)), marks())
 
 
 @pytest.mark.parametrize(
