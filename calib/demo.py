@@ -71,9 +71,7 @@ def run(config: Config, progress: Progress) -> None:
     manifest = build(MODEL / "target", MODEL / "drafter", PACKAGE, config.build, progress)
     session = open_session(PACKAGE, config.engine, progress)
     progress.close()
-    console = TableConsole(file=sys.stdout, highlight=False)
-    if not console.width:  # COLUMNS=0, from a terminal that does not know its size: shows nothing
-        console.width = 80
+    console = TableConsole(sys.stdout)
     try:
         _show(console, session, manifest, task, progress)
     finally:

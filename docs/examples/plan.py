@@ -16,7 +16,8 @@ def main(endpoint: str, prompt: str) -> int:
         with RemotePlanner(endpoint) as planner:
             for event in planner.stream(request):
                 if isinstance(event, Chunk):
-                    print("step", event.step["skill"], event.step["args"])
+                    step = event.step or {}  # None in chunks of other streams
+                    print("step", step.get("skill"), step.get("args"))
                 elif event.status == "ok" and event.plan_valid:
                     print("done", event.usage.output_tokens, "tokens")
                 else:  # cut short, wrong, or a text without a plan

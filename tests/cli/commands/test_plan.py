@@ -17,6 +17,7 @@ from thor_dflash.cli.commands import plan
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import Code, RequestError
+from thor_dflash.core.plan_table import TableConsole, plan_panel
 from thor_dflash.core.progress import Lines
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.client import PlanError, client
@@ -113,6 +114,17 @@ def test_thinking_that_is_missing_is_marked_and_the_plan_is_whole(
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads(PLAN)
     assert err.count(plan.GAP) == (kind == "thinking" and lost > first)
+
+
+def test_a_terminal_does_not_obey_a_plan() -> None:
+    """A model may write any character, with JSON's escapes too."""
+    step = {"id": "\x1b[1m", "skill": "\x07", "args": {"\x9b": "\u202e"}, "on_fail": "\r"}
+    shown: dict[str, Any] = {"goal": "\x1b[2J", "steps": [step], "needs_clarification": "\b"}
+    for contents in (shown, {"other": "\x1b[2J"}):
+        TableConsole(screen := io.StringIO()).print(
+            plan_panel(contents, str(contents), "valid", "green")
+        )
+        assert all(c.isprintable() or c == "\n" for c in screen.getvalue())
 
 
 WHOLE: dict[str, Any] = {"goal": "x", "steps": [], "needs_clarification": None}

@@ -146,9 +146,8 @@ def _print(result: Result, status: int) -> None:
     if result.plan is None or status == exit_status.WRONG:
         print_line(sys.stderr, text)
     elif sys.stdout.isatty():
-        console = TableConsole(file=sys.stdout, highlight=False)
         text = json.dumps(result.plan, indent=2, ensure_ascii=False)
-        console.print(plan_panel(result.plan, text, *STATES[status]))
+        TableConsole(sys.stdout).print(plan_panel(result.plan, text, *STATES[status]))
     else:
         print(json.dumps(result.plan))
 
