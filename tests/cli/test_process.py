@@ -82,3 +82,18 @@ def test_ctrl_c_is_130_and_one_line() -> None:
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
     assert (child.returncode, err) == (130, "thor-dflash: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_closed_stream_is_an_empty_one_and_no_other_file_gets_its_number(
+    number: int, tmp_path: Path
+) -> None:
+    script = command(
+        f"file = open({str(tmp_path / 'x')!r}, 'w')\n"
+        "    os.read(0, 1); print('out'); print('err', file=sys.stderr); return file.fileno() > 2"
+    )
+    done = shell(f"{python(script)} </dev/null {number}>&-")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ("" if number == 1 else "out\n")
+    assert done.stderr == ("" if number == 2 else "err\n")
+    assert (tmp_path / "x").read_text() == ""

@@ -37,6 +37,7 @@ LIGHT = ("plan", "gateway", "keygen")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return the exit status."""
+    stdio.open_closed()
     stdio.escape_unencodable(sys.stdout)
     try:
         return _main(argv)

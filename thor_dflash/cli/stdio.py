@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 from typing import TextIO
 
 
@@ -15,6 +16,20 @@ def shutdown_signals() -> tuple[signal.Signals, ...]:
     ends = (signal.SIGTERM, signal.SIGINT)
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return ends if ignored else (*ends, signal.SIGHUP)
+
+
+def open_closed() -> None:
+    """Open each standard stream that is closed (`>&-`, some supervisors) on the null device. Its
+    descriptor would go to the next file or socket, which would then be read and written as one.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def escape_unencodable(stream: TextIO) -> None:
