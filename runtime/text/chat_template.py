@@ -4,13 +4,16 @@ process of its own.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from thor_dflash.core.errors import PackageError, RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.package import tokenizer_files as files
-from thor_dflash.runtime.text.template_process import PROCESS
+from thor_dflash.runtime.text.messages import ChatTurn
+from thor_dflash.runtime.text.template_process import NOTHING, PROCESS
 
 
 class Template:
@@ -19,12 +22,15 @@ class Template:
     def __init__(self, source: str | None, names: dict[str, str], where: Path) -> None:
         self._source = source
         self._names = names
+        self.variables: frozenset[str] = frozenset()
+        """The names of what it reads, such as messages, tools and enable_thinking."""
         if source is None:
             return
-        kind, reason = PROCESS.render(source, names, None, False)  # only compiles it
+        kind, text = PROCESS.render(source, names, None)  # only compiles it
         if kind != "text":
             # Jinja turns a template into Python, whose compiler has limits and rules of its own.
-            raise PackageError(f"{where}: chat template must be valid jinja (got: {reason})")
+            raise PackageError(f"{where}: chat template must be valid jinja (got: {text})")
+        self.variables = frozenset(json.loads(text))
 
     @property
     def given(self) -> bool:
@@ -54,16 +60,29 @@ class Template:
             return cls(source, names, path)
         return cls(_default(config.get("chat_template"), directory), names, directory)
 
-    def render(self, messages: list[dict[str, str]], thinking: bool) -> str:
+    def render(
+        self,
+        messages: list[ChatTurn],
+        *,
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] = NOTHING,
+    ) -> str:
         """The prompt, up to where the answer begins.
 
+        Args:
+            messages: As `chat` returns them.
+            tools: OpenAI's objects, as the client sent them.
+            options: Variables of the template, such as enable_thinking.
+
         Raises:
-            RequestError: there is no template, or it fails with these messages or within the limits
-                of time, length and memory.
+            RequestError: there is no template, it does not read `tools`, or it fails with these
+                messages or within the limits of time, length and memory.
         """
         if self._source is None:
             raise RequestError("a chat must have a package with a chat template (got one without)")
-        kind, text = PROCESS.render(self._source, self._names, messages, thinking)
+        if tools and "tools" not in self.variables:
+            raise RequestError("tools must be left out: the chat template does not use them")
+        kind, text = PROCESS.render(self._source, self._names, messages, tools, options)
         if kind != "text":
             raise RequestError(f"messages must suit the chat template (got: {text})")
         return text

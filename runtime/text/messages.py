@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import cast
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table
 
 ROLES = ("system", "user", "assistant", "tool")
-_KEYS = ("role", "content", "reasoning_content")
+_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id")
+_ONLY = {"tool_calls": "assistant", "tool_call_id": "tool"}
+ChatTurn = dict[str, Any]
+"""A checked message: texts, and `tool_calls` as [{"function": {"name", "arguments"}}], where the
+arguments are the JSON text of an object."""
 
 
-def chat(messages: object) -> list[dict[str, str]]:
-    """Check that `messages` is a chat: a list of objects with a known role and a string content.
+def chat(messages: object) -> list[ChatTurn]:
+    """Check that `messages` is a chat: a list of objects with a known role and a text.
+
+    Results of tools that name their calls are put into the order of the calls: chat templates
+    show no ids, so that order is the only link.
 
     Raises:
         RequestError: it is not; the message names the entry.
@@ -23,10 +33,10 @@ def chat(messages: object) -> list[dict[str, str]]:
         raise RequestError(
             f"messages must be a list of at least one message (got {show(messages)})"
         )
-    return [_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
+    return _results_in_order([_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)])
 
 
-def _entry(entry: object, where: str) -> dict[str, str]:
+def _entry(entry: object, where: str) -> ChatTurn:
     fields = as_table(entry)
     if fields is None:
         raise RequestError(f"{where} must be an object (got {show(entry)})")
@@ -36,11 +46,63 @@ def _entry(entry: object, where: str) -> dict[str, str]:
     for key in ("role", "content"):
         if key not in fields:
             raise RequestError(f"{where}.{key} must be present (got nothing)")
-    for key, value in fields.items():
-        if not isinstance(value, str):
-            raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
-        check_utf8(f"{where}.{key}", value)
     if fields["role"] not in ROLES:
         known = ", ".join(ROLES)
         raise RequestError(f"{where}.role must be one of {known} (got {show(fields['role'])})")
-    return cast("dict[str, str]", fields)
+    return {key: _field(key, value, fields["role"], where) for key, value in fields.items()}
+
+
+def _field(key: str, value: object, role: object, where: str) -> object:
+    only = _ONLY.get(key, role)
+    if role != only:
+        raise RequestError(f"{where}.{key} must be in a message of role {only} (got {show(role)})")
+    if key == "tool_calls":
+        return _calls(value, f"{where}.tool_calls")
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
+    check_utf8(f"{where}.{key}", value)
+    return value
+
+
+def _calls(given: object, where: str) -> list[dict[str, Any]]:
+    calls = as_list(given)
+    if calls is None:
+        raise RequestError(f"{where} must be a list (got {show(given)})")
+    return [_call(as_table(call) or {}, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Mapping[str, object], where: str) -> dict[str, Any]:
+    if call.get("type", "function") != "function":
+        raise RequestError(f"{where}.type must be function (got {show(call['type'])})")
+    function = as_table(call.get("function")) or {}
+    name, arguments = function.get("name"), function.get("arguments", "{}")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name must be a text (got {show(name)})")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise RequestError(
+            f"{where}.function.arguments must be a JSON text of an object (got {show(arguments)})"
+        )
+    check_utf8(f"{where}.function", name + arguments)
+    return {"id": call.get("id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _results_in_order(turns: list[ChatTurn]) -> list[ChatTurn]:
+    found: list[ChatTurn] = []
+    order: dict[object, int] = {}
+    for are_results, group in groupby(turns, lambda turn: turn["role"] == "tool"):
+        part = list(group)
+        if are_results:
+            ids = [turn.get("tool_call_id") for turn in part]
+            if len(set(ids)) == len(ids) and all(i in order for i in ids):
+                part.sort(key=lambda turn: order[turn.get("tool_call_id")])
+        else:
+            calls = cast("list[dict[str, object]]", part[-1].get("tool_calls", []))
+            order = {call["id"]: i for i, call in enumerate(calls) if call["id"] is not None}
+        found += part
+    return found

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ MEMORY = 1 << 30
 LENGTH = 16 << 20
 """Most characters of a rendered text: far more than fit the context of any model."""
 
+NOTHING: Mapping[str, object] = {}
 _WORKER = Path(__file__).with_name("template_worker.py")
 _START = "import runpy, sys; sys.path[:] = sys.argv[4:]; runpy.run_path({!r}, None, '__main__')"
 """The process has the import path of this one, and skips the slow search for it."""
@@ -42,15 +43,24 @@ class TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(
-        self, source: str, names: Mapping[str, str], messages: object, thinking: bool
+        self,
+        source: str,
+        names: Mapping[str, str],
+        messages: object,
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] = NOTHING,
     ) -> tuple[Kind, str]:
         """Return the text, or that the template is invalid or refuses the messages, and why. With
-        None for the messages, only compile the template.
+        None for the messages, only compile the template; the text is then a JSON list of the
+        variables that it reads. `options` are further variables.
 
         Raises:
             ThorError: the system gives no process.
         """
-        request = {"source": source, "names": names, "messages": messages, "thinking": thinking}
+        request = {
+            "source": source, "names": names, "messages": messages,
+            "tools": tools, "options": options,
+        }  # fmt: skip
         try:
             # Without escapes, which would take several times as long.
             line = json.dumps(request, ensure_ascii=False).encode() + b"\n"

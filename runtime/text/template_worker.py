@@ -1,7 +1,8 @@
 """The script of the process that renders chat templates: see template_process.py.
 
-Reads requests from stdin, each a line of JSON with "source", "names", "messages" and "thinking";
-with null for the messages a template is only compiled.
+Reads requests from stdin, each a line of JSON with "source", "names", "messages", "tools" and
+"options"; with null for the messages a template is only compiled, and the text is a JSON list of
+the variables that it reads. Arguments of tool calls are JSON texts.
 Writes answers to stdout, each a line `<kind> <bytes>` and so many bytes of UTF-8: a kind of `text`
 with the text, or `invalid` (the template) or `refused` (the messages) with the reason.
 
@@ -12,7 +13,9 @@ when its stdin ends or when a rendering exceeds its limits (SIGPROF, MemoryError
 from __future__ import annotations
 
 import json
+import re
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -21,7 +24,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,7 +61,8 @@ def answer(request: Mapping[str, Any], limit: int) -> tuple[str, bytes]:
     except Exception as e:  # jinja computes constant expressions, which can raise anything
         return "invalid", _reason(f"{type(e).__name__}: {e}")
     if request["messages"] is None:
-        return "text", b""
+        names = meta.find_undeclared_variables(template.environment.parse(request["source"]))
+        return "text", json.dumps(sorted(names)).encode()
     try:
         return "text", _text(template, request, limit).encode()
     except _TooLong:
@@ -77,17 +81,51 @@ def _text(template: jinja2.Template, request: Mapping[str, Any], limit: int) -> 
     parts, length = list[str](), 0
     for part in template.generate(
         request["names"],
-        messages=request["messages"],
-        tools=None,
+        messages=[_with_arguments(message) for message in request["messages"]],
+        tools=request["tools"] or None,
         documents=None,
         add_generation_prompt=True,
-        enable_thinking=request["thinking"],
+        **request["options"],
     ):
         parts.append(part)
         length += len(part)
         if length > limit:
             raise _TooLong
     return "".join(parts)
+
+
+class _Number(str):
+    """The characters of a number that Python's own would not keep: 0.10, 1e400."""
+
+    __slots__ = ()
+
+
+_MARK = secrets.token_hex(8)
+_MARKED = re.compile(rf'"{_MARK}(.*?){_MARK}"')
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have the mapping that templates want."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call["function"] for call in calls]
+    parsed = [
+        {**one, "arguments": json.loads(one["arguments"], parse_float=_number)} for one in functions
+    ]
+    return {**message, "tool_calls": [{"function": one} for one in parsed]}
+
+
+def _number(text: str) -> float | _Number:
+    return number if repr(number := float(text)) == text else _Number(text)
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, _Number):
+        return f"{_MARK}{value}{_MARK}"
+    if isinstance(value, dict):
+        return {key: _marked(inner) for key, inner in value.items()}
+    return [_marked(inner) for inner in value] if isinstance(value, list) else value
 
 
 @lru_cache(KEPT)
@@ -109,13 +147,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes for HTML, and a prompt is not HTML.
-    return json.dumps(
-        value,
+    text = json.dumps(
+        _marked(value),
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return _MARKED.sub(r"\1", text)
 
 
 def _globals() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -24,11 +24,14 @@ from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.package import tokenizer_files as files
 from thor_dflash.runtime.text.chat_template import Template
 from thor_dflash.runtime.text.messages import chat
+from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.thinking import Marks, TextPiece, Thinking
 from thor_dflash.runtime.text.token_bounds import least_bytes, longest
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+OPTIONS = frozenset(("enable_thinking", "preserve_thinking", "reasoning_effort"))
+"""Variables of chat templates that a request may set."""
 RECALLED = 8192
 """Tokens whose bytes are cached: more than a robot's plans ever use."""
 
@@ -142,13 +145,28 @@ class Tokenizer:
         """A decoder for an answer that arrives piece by piece."""
         return Stream(self)
 
-    def render(self, messages: object, thinking: bool) -> str:
+    def render(
+        self,
+        messages: object,
+        thinking: bool,
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] = NOTHING,
+    ) -> str:
         """The prompt of a chat, up to where the assistant's answer begins.
 
         Raises:
-            RequestError: `messages` is not a chat, or the template refuses it.
+            RequestError: `messages` is not a chat, or the template refuses it, or `options` has a
+                variable that the template does not read.
         """
-        return self._template.render(chat(messages), thinking)
+        for name in options:
+            if name not in self._template.variables:
+                known = ", ".join(sorted(self._template.variables & OPTIONS)) or "none"
+                raise RequestError(
+                    f"chat_template_kwargs must have names that the template reads: {known} "
+                    f"(got {show(name)})"
+                )
+        every = {"enable_thinking": thinking, **options}
+        return self._template.render(chat(messages), tools=tools, options=every)
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes that one token adds to the text; none for a special token or an unused id."""

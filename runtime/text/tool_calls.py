@@ -22,10 +22,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _END_VALUE = b"</parameter>"
 _FUNCTION = re.compile(rb"\s*<function=([^>\s<]+)>")
 _NEXT = re.compile(rb"\s*(?:<parameter=([^>\s<]+)>|(</function>))")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 LONGEST_TAG = 4096
 """Bytes after which what should be a tag is none, and the call is broken."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -75,6 +80,59 @@ class CallPiece:
     """The next characters of ToolCall.arguments."""
     done: bool = False
     """The call is complete."""
+
+
+def tools_of(given: object) -> tuple[Tool, ...]:
+    """Read tools as OpenAI's API has them: `[{"type": "function", "function": {...}}]`.
+
+    Raises:
+        RequestError: naming the entry, `tools[i].function.name` for example.
+    """
+    entries = as_list(given)
+    if entries is None:
+        raise RequestError(f"tools must be a list (got {show(given)})")
+    tools = tuple(_tool(entry, f"tools[{i}]") for i, entry in enumerate(entries))
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise RequestError(f"tools[{i}].function.name must be unique (got {show(name)} again)")
+    return tools
+
+
+def _tool(entry: object, where: str) -> Tool:
+    table = as_table(entry) or {}
+    if table.get("type") != "function":
+        raise RequestError(f"{where}.type must be function (got {show(table.get('type'))})")
+    where = f"{where}.function"
+    function = as_table(table.get("function"))
+    if function is None:
+        raise RequestError(f"{where} must be an object (got {show(table.get('function'))})")
+    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+        key = min(unknown)
+        raise RequestError(f"{where}.{key} must be left out (got {show(function[key])})")
+    name, strict = function.get("name"), function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        rule = "1 to 64 characters among A-Z, a-z, 0-9, _ and -"
+        raise RequestError(f"{where}.name must be {rule} (got {show(name)})")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"{where}.strict must be true or false (got {show(strict)})")
+    parameters = function.get("parameters")
+    _check_parameters(parameters, f"{where}.parameters")
+    return Tool(name, as_table(parameters) or {}, strict)
+
+
+def _check_parameters(parameters: object, where: str) -> None:
+    table = as_table({} if parameters is None else parameters)
+    if table is None or table.get("type", "object") != "object":
+        raise RequestError(f"{where} must be a schema of an object (got {show(parameters)})")
+    if as_table(table.get("properties", {})) is None:
+        got = show(table["properties"])
+        raise RequestError(f"{where}.properties must be an object (got {got})")
+    required = as_list(table.get("required", []))
+    if required is None or not all(isinstance(one, str) for one in required):
+        raise RequestError(
+            f"{where}.required must be a list of names (got {show(table['required'])})"
+        )
 
 
 class ToolCallParser:

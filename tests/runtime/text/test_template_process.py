@@ -29,7 +29,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
 
 
 def render(process: TemplateProcess, source: str) -> tuple[str, str]:
-    return process.render(source, {}, [{"role": "user", "content": "é"}], True)
+    return process.render(source, {}, [{"role": "user", "content": "é"}])
 
 
 def test_a_rendering_ends_at_its_limits_and_the_next_is_right(process: TemplateProcess) -> None:
@@ -79,7 +79,7 @@ def test_after_sigkill_no_rendering_goes_on() -> None:
         "import os, sys, threading, time\n"
         "from thor_dflash.runtime.text import template_process\n"
         "template_process.SECONDS = 0.3\n"
-        "render = lambda source: template_process.PROCESS.render(source, {}, [], True)\n"
+        "render = lambda source: template_process.PROCESS.render(source, {}, [])\n"
         "render('x')\n"
         "print(template_process.PROCESS._child.pid, flush=True)\n"
         "threading.Thread(target=render, args=(sys.argv[1],)).start()\n"

@@ -183,7 +183,7 @@ def test_template_failures(
             r"\.role must be one of system, user, .*developer",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"\.content must be a string"),
-        ([{"role": "user", "content": "x", "name": "y"}], r'reasoning_content .got "name"'),
+        ([{"role": "user", "content": "x", "name": "y"}], r'tool_call_id .got "name"'),
     ],
 )
 def test_a_chat_is_checked(messages: object, message: str) -> None:
