@@ -136,13 +136,14 @@ class Bars:
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
+        console = Console(file=stream)
         self._bars = RichProgress(
-            SpinnerColumn(),
+            SpinnerColumn("line" if console.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
-            console=Console(file=stream),
+            console=console,
             transient=True,
             # rich would send to the terminal what is written to stdout while a bar shows, even if
             # stdout is a file. Nothing is written there before the bars have gone.
