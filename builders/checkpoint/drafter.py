@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.drafter_config import drafter_dims
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors, check, gated_mlp
+from thor_dflash.builders.checkpoint.int4_weights import (
+    Int4Linear,
+    is_int4,
+    load_int4,
+    locate_int4,
+)
 from thor_dflash.builders.checkpoint.json_fields import Fields, check_directory
 from thor_dflash.builders.checkpoint.linear_weights import Linear, load
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
@@ -27,9 +33,13 @@ class DrafterCheckpoint:
     dims: DrafterDims
     shards: Shards
     linears: Mapping[str, Linear]
+    int4: Mapping[str, Int4Linear] = field(default_factory=dict[str, Int4Linear])
+    """Further linears, which are converted when they are loaded."""
 
     def matrix(self, name: str) -> Matrix:
         """Return a linear's weight: "fc", "layers.0.self_attn.q_proj"."""
+        if name in self.int4:
+            return load_int4(self.shards, self.int4[name])
         return load(self.shards, self.linears[name])
 
     def tensor(self, name: str) -> Array:
@@ -51,8 +61,16 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             " (got the file)"
         )
     shards = Shards.open(directory)
-    linears = check(shards, drafter_layout(dims), str)
-    return DrafterCheckpoint(directory, dims, shards, linears)
+    layout = drafter_layout(dims)
+    int4 = {
+        name: locate_int4(shards, name, name, shape)
+        for name, shape in layout.matrices.items()
+        if is_int4(shards, name)
+    }
+    others = {name: shape for name, shape in layout.matrices.items() if name not in int4}
+    parts = {part for linear in int4.values() for part in linear.parts}
+    linears = check(shards, ExpectedTensors(others, layout.tensors), str, besides=parts)
+    return DrafterCheckpoint(directory, dims, shards, linears, int4)
 
 
 def drafter_layout(dims: DrafterDims) -> ExpectedTensors:

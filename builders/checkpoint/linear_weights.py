@@ -3,6 +3,7 @@
     NVFP4, modelopt            weight U8         weight_scale F8_E4M3  weight_scale_2 F32
     NVFP4, compressed-tensors  weight_packed U8  weight_scale F8_E4M3  weight_global_scale F32
     FP8, either                weight F8_E4M3    weight_scale, one in all or one per row
+    INT4, a drafter's          see int4_weights.py
     plain                      weight BF16 | F16 | F32
 
 weight_global_scale is a divisor, the other scales are multipliers.
@@ -24,6 +25,12 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
 PLAIN = ("bfloat16", "float16", "float32")
+
+REQUANTISE = (
+    "quantise the BF16 checkpoint instead, with Model-Optimizer: "
+    "python examples/llm_ptq/hf_ptq.py --pyt_ckpt_path CHECKPOINT --qformat nvfp4 --export_path OUT"
+)
+"""The way out of FP8 with a scale for each block of 128 x 128, for which there is no kernel."""
 
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 """Calibrated activation scales, a multiplier and a divisor. Used only for a prefill with TensorRT's
@@ -75,7 +82,12 @@ def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Line
     _expect(shards, weight, (*PLAIN, "float8_e4m3fn"), [shape])
     if dtype != "float8_e4m3fn":
         return Linear(name, weight, "", "", False, passed_over)
-    scale = f"{stem}.weight_scale"
+    scale, blocks = f"{stem}.weight_scale", f"{stem}.weight_scale_inv"
+    if scale not in shards and blocks in shards:
+        raise CheckpointError(
+            f"{weight} must have one scale, or one per row; {REQUANTISE} "
+            f"(got {blocks} {shards.entry(blocks)})"
+        )
     _expect(shards, scale, PLAIN, [(), (1,), (shape[0],), (shape[0], 1)])
     return Linear(name, weight, "", scale, False, passed_over)
 
