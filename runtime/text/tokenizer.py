@@ -11,6 +11,7 @@ import codecs
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from thor_dflash.runtime.text.messages import chat
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.thinking import Marks, TextPiece, Thinking
 from thor_dflash.runtime.text.token_bounds import least_bytes, longest
+from thor_dflash.runtime.text.tool_calls import CallPiece, Tool, ToolCallParser
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -195,18 +197,28 @@ class Stream:
 
 
 class Answer:
-    """An answer as it arrives, split into thinking and the rest.
+    """An answer as it arrives, split into thinking, text and tool calls.
 
     The prompt decides whether it starts inside thinking: a chat template may have opened the block
     already. An answer that does not start inside may open one with its first token.
     """
 
-    def __init__(self, text: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, text: Tokenizer, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> None:
+        """`tools`: those that may be called; without any, a call is text."""
         self._text = text
         self._stream = text.stream()
-        self._state = Thinking(text.marks, prompt)
+        marks, calls = text.marks, text.call_marks if tools else None
+        if marks and calls:
+            marks = replace(marks, call=calls[0])
+        self._state = Thinking(marks, prompt)
         self._tokens: list[int] = []
         self._thinking = 0
+        self._written: list[str] = []
+        self._call_pieces: list[CallPiece] = []
+        self.calls: ToolCallParser | None = None
+        """The calls so far; None: none may be made."""
+        if calls:
+            self.calls = ToolCallParser({tool.name: tool for tool in tools}, calls, text.recall)
 
     @property
     def thinking_tokens(self) -> int:
@@ -214,13 +226,18 @@ class Answer:
         return self._thinking
 
     def feed(self, tokens: Sequence[int]) -> list[TextPiece]:
-        """The pieces of text these tokens complete, without empty ones."""
-        return [piece for token in tokens for piece in self._one(token) if piece.text]
+        """The pieces of text that these tokens complete, without empty ones."""
+        return [piece for token in tokens for piece in self._one(token)]
 
     def end(self) -> list[TextPiece]:
-        """The piece held back at the end of the answer, if any."""
-        rest = self._stream.end()
-        return [TextPiece(rest, self._state.inside)] if rest else []
+        """The text held back at the end of the answer, if any."""
+        calls = self.calls.end() if self.calls is not None else ()
+        return [*self._rest(), *self._answered(calls)]
+
+    def take_calls(self) -> list[CallPiece]:
+        """The parts of calls since the last time that this was called."""
+        taken, self._call_pieces = self._call_pieces, []
+        return taken
 
     def thinking(self) -> str:
         """The text of the thinking block without its marks."""
@@ -230,18 +247,38 @@ class Answer:
         return "".join(self._text.decode(run) for mark, run in runs if not mark).strip("\n")
 
     def text(self) -> str:
-        """The text after the thinking block."""
-        rest = self._text.decode(self._tokens[self._thinking :])
+        """The text after the thinking block, without tool calls."""
+        calls = self.calls is not None
+        rest = (
+            "".join(self._written) if calls else self._text.decode(self._tokens[self._thinking :])
+        )
         return rest.lstrip("\n") if self._thinking else rest
 
     def _one(self, token: int) -> Iterator[TextPiece]:
         self._tokens.append(token)
         if token in (self._text.think, self._text.end_think):
-            yield from self.end()  # a mark is its own piece, even after an incomplete character
+            yield from self._rest()  # a mark is its own piece, even after an incomplete character
         inside = self._state.feed(token)
         if inside:
             self._thinking = len(self._tokens)
-        yield TextPiece(self._stream.feed((token,)), inside)
+        elif self.calls is not None:
+            yield from self._rest()  # of a thinking that a call has ended
+            yield from self._answered(self.calls.feed(token))
+            return
+        if text := self._stream.feed((token,)):
+            yield TextPiece(text, inside)
+
+    def _rest(self) -> Iterator[TextPiece]:
+        if rest := self._stream.end():
+            yield TextPiece(rest, self._state.inside)
+
+    def _answered(self, pieces: Iterable[str | CallPiece]) -> Iterator[TextPiece]:
+        for piece in pieces:
+            if isinstance(piece, CallPiece):
+                self._call_pieces.append(piece)
+            else:
+                self._written.append(piece)
+                yield TextPiece(piece, thinking=False)
 
 
 def open_at_end(text: Tokenizer, prompt: Sequence[int]) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 from thor_dflash.runtime.text.tool_calls import CallPiece, Tool, ToolCallParser
+
+NANO = Path(__file__).parents[3] / "models/planner-nano/target"
 
 OPEN, CLOSE = 1000, 1001
 TOOLS = {
@@ -192,3 +196,30 @@ def test_any_cut_into_ids_gives_the_same(
         else:
             merged.append(token)
     assert run(merged, parser(words)) == whole
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_an_answer_splits_into_thinking_text_and_calls(thinking: bool) -> None:
+    """A call in the thinking ends it; however many ids come at once, the result is the same."""
+    text = Tokenizer.load(NANO)
+    marks = text.call_marks
+    assert text.marks
+    assert marks
+    prompt = [text.marks.open] if thinking else []
+    body = "\n<function=move>\n<parameter=label>\né</parameter>\n</function>\n"
+    tokens = [*text.encode("Let me."), marks[0], *text.encode(body), marks[1]]
+    for width in (1, 3, 100):
+        answer = Answer(text, prompt, tuple(TOOLS.values()))
+        shown = [
+            piece
+            for at in range(0, len(tokens), width)
+            for piece in answer.feed(tokens[at : at + width])
+        ] + answer.end()
+        assert "".join(p.text for p in shown) == "Let me."
+        assert {p.thinking for p in shown} == {thinking}
+        assert (answer.thinking() or answer.text()) == "Let me."
+        assert bool(answer.thinking()) == thinking
+        assert answer.calls is not None
+        assert [(c.name, c.arguments) for c in answer.calls.calls] == [("move", '{"label": "é"}')]
+        assert "".join(p.arguments for p in answer.take_calls()) == '{"label": "é"}'
+        assert answer.take_calls() == []
