@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE_S, until
 
 from thor_dflash.cli.commands.serve import Log
 from thor_dflash.core.progress import Lines
@@ -73,3 +76,24 @@ def test_every_line_has_its_time(tmp_path: Any) -> None:
         assert log.close()
     stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(rf"{stamp} one\n\ttwo\n{stamp} loading\n", path.read_text())
+
+
+def test_lines_that_a_slow_reader_missed_are_counted() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb") as source, open(writer, "w") as pipe:
+        log = Log(pipe)
+        for i in range(2000):  # more than the pipe and the queue hold
+            log(f"line {i} " + 80 * "x")
+        text: list[bytes] = []
+        thread = threading.Thread(target=lambda: text.append(source.read()))
+        thread.start()
+        until(lambda: log._lines.empty())
+        log("last")
+        assert log.close()
+        pipe.close()
+        thread.join(PATIENCE_S)
+    whole = text[0].decode()
+    lost = [int(n.replace(",", "")) for n in re.findall(r"Z ([\d,]+) lines? before this", whole)]
+    assert sum(lost) > 0
+    assert whole.count("Z line ") + sum(lost) == 2000
+    assert whole.endswith("Z last\n")

@@ -19,7 +19,7 @@ from thor_dflash.cli import stdio
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line, visible
-from thor_dflash.core.progress import Lines, Progress
+from thor_dflash.core.progress import Lines, Progress, amount
 
 if TYPE_CHECKING:
     from thor_dflash.serving.planner.backend import Backend
@@ -105,12 +105,13 @@ def _until_stopped(server: Server, progress: Progress, log: Log) -> None:
 class Log:
     """Writes lines unbuffered to a stream on its own thread. A line that cannot be written is
     dropped: a full disk, a lost reader or a reader that does not read must not block or end a
-    planner.
+    planner. After a reader that was slow, the next line says how many were dropped.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lines: Queue[bytes | None] = Queue(HELD)
+        self._lost = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -119,8 +120,14 @@ class Log:
         blocks.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        with suppress(Full):
-            self._lines.put_nowait(f"{now} {visible(text.rstrip(), keep=LAYOUT)}\n".encode())
+        line = f"{now} {visible(text.rstrip(), keep=LAYOUT)}\n"
+        if self._lost:
+            line = f"{now} {amount(self._lost, 'lines')} before this one were lost\n{line}"
+        try:
+            self._lines.put_nowait(line.encode())
+            self._lost = 0
+        except Full:
+            self._lost += 1
 
     def write(self, text: str) -> None:
         """Queue a line, as a stream that progress is printed to."""
