@@ -26,15 +26,16 @@ def noise(b: FunctionBuilder, seed: str, positions: str, ids: str, purpose: int 
 def words(b: FunctionBuilder, seed: str, positions: str, ids: str, purpose: int = TARGET) -> str:
     """int64 words, 0 to 2^32 - 1, of the shape that `positions` and `ids` broadcast to."""
     zero = b.op("Mul", b.op("Add", positions, ids), b.scalar(0))
-    spread = (b.op("Div", ids, b.scalar(4)), positions, b.scalar(purpose), b.scalar(0))
-    counter = [b.op("Cast", b.op("Add", x, zero), to=_U64) for x in spread]
-    key = b.op("BitwiseAnd", b.op("Cast", seed, to=_U64), _u64(b, _WORD))
-    four = _philox(b, counter, b.take(key, 0, 1, 0), b.take(key, 1, 2, 0))
-    lane = b.op("Mod", ids, b.scalar(4))
-    word = b.cast(four[3], DType.I64)
-    for i in range(3):
-        word = b.op("Where", b.op("Equal", lane, b.scalar(i)), b.cast(four[i], DType.I64), word)
-    return word
+    quads = b.op("Div", ids, b.scalar(4))
+    counter = [
+        b.reshape(b.op("Add", x, zero), 1, -1)
+        for x in (quads, positions, b.scalar(purpose), b.scalar(0))
+    ]
+    even, odd = (b.op("Cast", b.concat(0, counter[i], counter[i + 2]), to=_U64) for i in (0, 1))
+    four = b.cast(b.concat(0, *_philox(b, even, odd, seed)), DType.I64)
+    lane = b.reshape(b.op("Add", b.op("Mod", ids, b.scalar(4)), zero), 1, -1)
+    place = b.op("Gather", b.const(np.array([0, 2, 1, 3])), lane, axis=0)
+    return b.op("Reshape", b.op("GatherElements", four, place, axis=0), b.op("Shape", zero))
 
 
 def gumbel(b: FunctionBuilder, word: str) -> str:
@@ -71,28 +72,19 @@ def _u64(b: FunctionBuilder, value: int) -> str:
     return b.const(np.array(value, np.uint64))
 
 
-def _philox(b: FunctionBuilder, counter: list[str], k0: str, k1: str) -> list[str]:
-    half = _u64(b, 32)
-    x0, x1, x2, x3 = counter
-    for round_ in range(ROUNDS):
-        keys = (
-            b.op("BitwiseAnd", b.op("Add", k, _u64(b, round_ * w & _WORD)), _u64(b, _WORD))
-            for k, w in zip((k0, k1), WEYL, strict=True)
-        )
-        p0, p1 = (b.op("Mul", x, _u64(b, m)) for x, m in zip((x0, x2), MULTIPLIERS, strict=True))
-        (h0, l0), (h1, l1) = (
-            (
-                b.op("BitShift", p, half, direction="RIGHT"),
-                b.op("BitwiseAnd", p, _u64(b, _WORD)),
-            )
-            for p in (p0, p1)
-        )
-        x0, x2 = (
-            b.op("BitwiseXor", b.op("BitwiseXor", h, x), k)
-            for h, x, k in zip((h1, h0), (x1, x3), keys, strict=True)
-        )
-        x1, x3 = l1, l0
-    return [x0, x1, x2, x3]
+def _philox(b: FunctionBuilder, even: str, odd: str, seed: str) -> tuple[str, str]:
+    """The words of N counters: words 0 and 2 as [2, N], and words 1 and 3."""
+    mask, half = _u64(b, _WORD), _u64(b, 32)
+    steps = np.outer(np.arange(ROUNDS, dtype=np.uint64), np.array(WEYL, np.uint64))
+    keys = b.op("Add", b.op("Cast", seed, to=_U64), b.const(steps))
+    keys = b.reshape(b.op("BitwiseAnd", keys, mask), ROUNDS, 2, 1)
+    multipliers, exchanged = b.const(np.array(MULTIPLIERS, np.uint64)[:, None]), b.i64(1, 0)
+    for key in b.split(keys, [1] * ROUNDS, 0):
+        product = b.op("Gather", b.op("Mul", even, multipliers), exchanged, axis=0)
+        high = b.op("BitShift", product, half, direction="RIGHT")
+        even = b.op("BitwiseXor", b.op("BitwiseXor", high, odd), b.reshape(key, 2, 1))
+        odd = b.op("BitwiseAnd", product, mask)
+    return even, odd
 
 
 def _log_parts(b: FunctionBuilder, x: str) -> tuple[str, str]:

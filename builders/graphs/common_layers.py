@@ -15,6 +15,19 @@ NO_VALUES: Mapping[str, GraphValue] = {}
 NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 
 
+def sampling_inputs(g: GraphBuilder) -> dict[str, GraphValue]:
+    """Return the graph's inputs that say how to sample, by `sample`'s ports."""
+    real = {
+        n: g.input(f"sampling.{n}", DType.F32, (1,)) for n in ("temperature", "top_p", "min_log_p")
+    }
+    return {
+        "length": g.input("length", DType.I32, (1,)),
+        "seed": g.input("sampling.seed", DType.I32, (2,)),
+        "top_k": g.input("sampling.top_k", DType.I32, (1,)),
+        **real,
+    }
+
+
 def embed(
     g: GraphBuilder, source: WeightPlacement, tokens: GraphValue, activations: DType
 ) -> GraphValue:

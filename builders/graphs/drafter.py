@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from thor_dflash.builders.graphs.common_layers import embed, project
+from thor_dflash.builders.graphs.common_layers import embed, project, sampling_inputs
 from thor_dflash.builders.graphs.draft_sublayers import enter, leave
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
 from thor_dflash.builders.graphs.target import GraphOptions
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.core.model_dims import DrafterDims, SelectorDims
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, SELECTOR
+from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, SAMPLE, SELECTOR
 from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
@@ -28,7 +28,7 @@ class DrafterGraphs:
         shape: GraphOptions,
         draft_ids: Array | None = None,
     ) -> None:
-        self._dims = dims
+        self.dims = dims
         self._tied = tied
         self._draft_ids = draft_ids
         """int32: the ids that may be proposed; None for all."""
@@ -38,14 +38,16 @@ class DrafterGraphs:
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self) -> GraphBuilder:
-        """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation."""
+        """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation; without
+        a selector also draft_logits [R, ...], for `sample_drafts`.
+        """
         g = GraphBuilder("propose")
         last = g.input("last", DType.I32, (1,))
         rows = self._shape.block
-        masks = np.full(rows - 1, self._dims.mask_token, np.int32)
+        masks = np.full(rows - 1, self.dims.mask_token, np.int32)
         ids = g.node("Concat", "ids", DType.I32, (rows,), last, g.constant("masks", masks), axis=0)
         x = embed(g, self._target, ids, self._shape.activations)
-        for i in range(len(self._dims.layers)):
+        for i in range(len(self.dims.layers)):
             x = self._attention(g, i, x)
             x = self._mlp(g, i, x)
         head = g.operator(
@@ -53,17 +55,34 @@ class DrafterGraphs:
             "head",
             {"x": x, "norm_weight": self._source.plain(g, "norm.weight"), **self._head(g)},
             {"vocab": self._limit, **self._norm},
+            {"logits": "draft_logits"},
         )
-        if self._dims.selector is None:
+        if self.dims.selector is None:
             g.output(self._compose(g, last, head["best"]))
+            g.output(head["logits"])
         else:
-            g.output(self._select(g, self._dims.selector, x, head["logits"], last))
+            g.output(self._select(g, self.dims.selector, x, head["logits"], last))
+        return g
+
+    def sample_drafts(self) -> GraphBuilder:
+        """last [1], forced [R], draft_logits [R, ...] -> tokens [R], drawn with the noise that the
+        target will use for the same positions.
+        """
+        g = GraphBuilder("sample_drafts")
+        rows, ids = self._shape.block, self._draft_ids
+        width = self._target.head(self._tied).weight.shape[0] if ids is None else len(ids)
+        ports = {"logits": g.input("draft_logits", DType.F32, (rows, width)), **sampling_inputs(g)}
+        if ids is not None:
+            ports["id_map"] = g.constant("draft_ids", ids)
+        # Row j of the drafter drafts the token after row j - 1 of the block.
+        choice = g.operator(SAMPLE, "sample", ports, {"vocab": self._limit, "first": 0})["choice"]
+        g.output(self._compose(g, g.input("last", DType.I32, (1,)), choice))
         return g
 
     def observe(self, name: str, rows: int) -> GraphBuilder:
         """taps [rows] of positions length .. length + rows - 1 -> keys and values in the rings."""
         g = GraphBuilder(name)
-        dims, source = self._dims, self._source
+        dims, source = self.dims, self._source
         width = len(dims.taps) * dims.hidden
         taps = g.input("taps", self._shape.activations, (rows, width))
         [fused] = project(g, f"{source.prefix}fc", taps, [source.packed("fc")])
@@ -103,7 +122,7 @@ class DrafterGraphs:
     def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         source, layer = self._source, f"layers.{i}.self_attn"
         norm, conv = f"layers.{i}.input_layernorm", f"layers.{i}.attention_conv"
-        own = enter(g, source, conv, x, norm, self._norm, self._dims.conv)
+        own = enter(g, source, conv, x, norm, self._norm, self.dims.conv)
         q, k, v = project(
             g,
             f"{source.prefix}{layer}.qkv",
@@ -128,8 +147,8 @@ class DrafterGraphs:
                 "ring_v": self._ring(g, i, "v"),
             },
             {
-                "heads": self._dims.attention.heads,
-                "causal": int(self._dims.layers[i].causal),
+                "heads": self.dims.attention.heads,
+                "causal": int(self.dims.layers[i].causal),
                 **self._heads(),
             },
         )["o"]
@@ -138,7 +157,7 @@ class DrafterGraphs:
     def _mlp(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         source, layer = self._source, f"layers.{i}.mlp"
         norm, conv = f"layers.{i}.post_attention_layernorm", f"layers.{i}.mlp_conv"
-        own = enter(g, source, conv, x, norm, self._norm, self._dims.conv)
+        own = enter(g, source, conv, x, norm, self._norm, self.dims.conv)
         [h] = project(
             g,
             f"{source.prefix}{layer}.gate_up",
@@ -150,17 +169,17 @@ class DrafterGraphs:
         return leave(g, source, own, f"{layer}.down_proj", h)
 
     def _heads(self) -> dict[str, Attribute]:
-        a = self._dims.attention
+        a = self.dims.attention
         return {
             "kv_heads": a.kv_heads,
             "head_dim": a.head_dim,
             "rotary_dim": a.rotary_dim,
             "rope_theta": a.rope_theta,
-            "norm_eps": self._dims.eps,
+            "norm_eps": self.dims.eps,
         }
 
     def _ring(self, g: GraphBuilder, i: int, name: str) -> GraphValue:
-        a = self._dims.attention
+        a = self.dims.attention
         return g.input(
             f"drafter.{i}.{name}",
             self._shape.activations,

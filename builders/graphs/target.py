@@ -7,12 +7,18 @@ from typing import Literal
 
 import numpy as np
 
-from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual
+from thor_dflash.builders.graphs.common_layers import (
+    embed,
+    mlp,
+    project,
+    residual,
+    sampling_inputs,
+)
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins import ACCEPT, GDN, HEAD, VERIFY_ATTENTION
+from thor_dflash.plugins import ACCEPT, GDN, HEAD, SAMPLE, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import NEXT, Attribute
 
 Mode = Literal["verify", "prefill"]
@@ -83,9 +89,11 @@ class TargetGraphs:
         self._layers(g, "prefill", self._shape.chunk)
         return g
 
-    def accept(self, masked: bool) -> GraphBuilder:
-        """logits -> record."""
-        g = GraphBuilder("accept_masked" if masked else "accept")
+    def accept(self, masked: bool, sampled: bool = False) -> GraphBuilder:
+        """logits -> record. Greedy decoding has graphs of its own, so that it pays nothing for
+        sampling.
+        """
+        g = GraphBuilder("accept" + "_sampled" * sampled + "_masked" * masked)
         rows = self._shape.block
         ports = {
             "logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
@@ -99,6 +107,12 @@ class TargetGraphs:
             ports[name] = g.input(name, DType.I32, (ID_SLOTS,))
         if masked:
             ports["mask"] = g.input("mask", DType.I32, (rows, -(-self._shape.vocab // 32)))
+        if sampled:
+            how = sampling_inputs(g)
+            given = how | {name: ports[name] for name in ("logits", "mask") if name in ports}
+            drawn = g.operator(SAMPLE, "sample", given, {"vocab": self._shape.vocab, "first": 1})
+            ports |= {"sampled": drawn["choice"], "last": drawn["last"]}
+            ports["temperature"] = how["temperature"]
         attributes: dict[str, Attribute] = {"vocab": self._shape.vocab, "rows": rows}
         out = g.operator(ACCEPT, "accept", ports, attributes, {"record": "record"})
         g.output(out["record"])

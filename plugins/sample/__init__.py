@@ -12,7 +12,7 @@ Inputs
     temperature  float32 [1], positive
     top_k        int32 [1]; 0: off
     top_p        float32 [1]; 1 and above: off
-    min_p        float32 [1], at most 1; below 1e-30: off
+    min_log_p    float32 [1], at most 0: the logarithm of min_p; minus infinity: off
 
 Attribute vocab: stored rows at and past it are padding and never chosen; 0 means V.
 Attribute first: see length.
@@ -24,7 +24,7 @@ Outputs
 
 The processed logits of a row, in the order of transformers' warpers (temperature, top-k, top-p,
 min-p), each an exact definition: every float operation is float32, rounded once, in the order
-written, with `log` and `exp` of numpy_noise, so that all engines agree on equal logits.
+written, with numpy_noise's functions, so that all engines agree on equal logits.
 
     rank   allowed logits x by (logit descending, stored row ascending); m is the largest
     z      (x - m) * (1 / temperature)
@@ -32,7 +32,7 @@ written, with `log` and `exp` of numpy_noise, so that all engines agree on equal
     top_p  of those, the shortest prefix whose weights sum to at least ceil(top_p * their total);
            a weight is rint(exp(z) * 2^31), an integer, so that sums do not depend on their order;
            the product is float64
-    min_p  of those, the ones with z >= log(min_p)
+    min_p  of those, the ones with z >= min_log_p
     draw   the largest z + noise(seed, position, id); among equals the lowest id
 
 The draw has exactly the law softmax(z) over what is left (Gumbel-max).
@@ -60,7 +60,7 @@ OP = Op(
         Port("temperature", _F32, (1,)),
         Port("top_k", _I32, (1,)),
         Port("top_p", _F32, (1,)),
-        Port("min_p", _F32, (1,)),
+        Port("min_log_p", _F32, (1,)),
     ),
     outputs=(Port("choice", _I32, ("T",)), Port("last", _I32, ("T",))),
     attributes={"vocab": 0, "first": 0},

@@ -6,7 +6,6 @@
 #include "cuda/noise.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr float NO_MIN_P = 1e-30f;
 constexpr float WEIGHT_SCALE = 2147483648.0f;
 constexpr float LOWEST = -3.402823466e38f;
 constexpr int NO_ID = 0x7fffffff;
@@ -247,7 +246,8 @@ DEVICE uint4 draw(const Call& c, const Row& row, Scale z, Seed seed, int positio
 }
 
 // Drops what top-k, top-p and min-p exclude.
-DEVICE void truncate(Row& row, float (&x)[HELD], Scale z, int top_k, float top_p, float min_p) {
+DEVICE void truncate(Row& row, float (&x)[HELD], Scale z, int top_k, float top_p,
+                     float min_log_p) {
     if (top_k > 0) {
         const Total all = total_from(row, x, false, LOWEST);
         if (all.count > static_cast<u32>(top_k)) keep_prefix(row, x, false, top_k, all, z.largest);
@@ -262,17 +262,17 @@ DEVICE void truncate(Row& row, float (&x)[HELD], Scale z, int top_k, float top_p
         const double goal = ceil(static_cast<double>(top_p) * static_cast<double>(all.amount));
         keep_prefix(row, x, true, goal > 1 ? static_cast<u64>(goal) : 1, all, z.largest);
     }
-    if (min_p < NO_MIN_P) return;
-    const float lowest = log_rn(min_p);
+    if (min_log_p >= LOWEST) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        if (z(x[i]) < lowest) x[i] = minus_infinity();
+        for (int i = 0; i < HELD; ++i)
+            if (z(x[i]) < min_log_p) x[i] = minus_infinity();
+    }
 }
 
 KERNEL void CLUSTERS_OF(BLOCKS) __launch_bounds__(THREADS, 1)
 sample_rows(const float* logits, const i32* id_map, const u32* mask, const i32* length,
             const u32* seed, const float* temperature, const i32* top_k, const float* top_p,
-            const float* min_p, i32* choice, i32* last, i32 width, i32 vocab, i32 words, i32 first) {
+            const float* min_log_p, i32* choice, i32* last, i32 width, i32 vocab, i32 words, i32 first) {
     __shared__ uint4 partial[2][WARPS + 1];
     DYNAMIC_SHARED(memory);
     let_next_start();
@@ -294,7 +294,7 @@ sample_rows(const float* logits, const i32* id_map, const u32* mask, const i32* 
 #pragma unroll
         for (int i = 0; i < HELD; ++i)
             if (!(z(x[i]) >= LOWEST)) x[i] = minus_infinity();
-        truncate(row, x, z, *top_k, *top_p, *min_p);
+        truncate(row, x, z, *top_k, *top_p, *min_log_p);
         copy_logits(row, x);
         drawn = draw(c, row, z, {seed[0], seed[1]}, *length + first + at);
     }

@@ -15,7 +15,7 @@ TOLERANCE = 0.0
 """The results are integers, and the arithmetic that chooses them has one definition."""
 
 _PORTS = (
-    *("logits", "id_map", "mask", "length", "seed", "temperature", "top_k", "top_p", "min_p"),
+    *("logits", "id_map", "mask", "length", "seed", "temperature", "top_k", "top_p", "min_log_p"),
     *("choice", "last"),
 )
 

@@ -11,7 +11,7 @@ from thor_dflash.plugins import onnx_noise
 from thor_dflash.plugins.accept.onnx_body import fault_rows, masked
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
-from thor_dflash.plugins.sample.reference import NO_MIN_P, WEIGHT_BITS
+from thor_dflash.plugins.sample.reference import WEIGHT_BITS
 
 I32, I64, F64 = DType.I32, DType.I64, 11
 
@@ -63,9 +63,7 @@ def _kept(b: FunctionBuilder, x: Inputs, rank: str, z: str) -> str:
     before = b.op("Sub", b.op("CumSum", weights, b.scalar(1)), weights)
     nucleus = b.op("Less", before, b.cast(goal, I64))
     nucleus = b.op("Or", nucleus, b.op("GreaterOrEqual", x["top_p"], b.f32(1.0)))
-    off = b.op("Less", x["min_p"], b.f32(NO_MIN_P))
-    lowest = onnx_noise.log(b, b.op("Max", x["min_p"], b.f32(NO_MIN_P)))
-    near = b.op("Or", off, b.op("GreaterOrEqual", z, lowest))
+    near = b.op("GreaterOrEqual", z, x["min_log_p"])
     finite = b.op("Greater", z, b.f32(-np.inf))
     return b.op("And", finite, b.op("And", nucleus, near))
 

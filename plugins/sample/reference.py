@@ -6,12 +6,10 @@ import numpy as np
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.contract import Arrays, Attributes
-from thor_dflash.plugins.numpy_noise import exp, log, noise
+from thor_dflash.plugins.numpy_noise import exp, noise
 
 WEIGHT_BITS = 31
 """Weights of top-p are multiples of 2^-31 of the largest."""
-NO_MIN_P = 1e-30
-"""A min_p below it is off."""
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -35,20 +33,18 @@ def processed(x: Arrays, a: Attributes, i: int) -> tuple[Array, Array]:
     ranked = allowed[rows]
     with np.errstate(over="ignore"):
         z = (ranked - ranked[:1]) * (np.float32(1) / x["temperature"][0])
-    keep = _kept(z, int(x["top_k"][0]), x["top_p"][0], x["min_p"][0])
+    keep = _kept(z, int(x["top_k"][0]), x["top_p"][0], x["min_log_p"][0])
     return rows[:keep], z[:keep]
 
 
-def _kept(z: Array, top_k: int, top_p: np.float32, min_p: np.float32) -> int:
+def _kept(z: Array, top_k: int, top_p: np.float32, min_log_p: np.float32) -> int:
     """The number of first ranks that may be drawn."""
     keep = min(top_k, len(z)) if top_k else len(z)
     if top_p < 1 and keep:
         weights = np.rint(exp(z[:keep]) * np.float32(2**WEIGHT_BITS)).astype(np.int64)
         goal = np.ceil(np.float64(top_p) * np.float64(weights.sum())).astype(np.int64)
         keep = int((np.cumsum(weights) - weights < goal).sum())
-    if min_p >= NO_MIN_P:
-        keep = min(keep, int((z >= log(np.reshape(min_p, 1))).sum()))
-    return keep
+    return min(keep, int((z >= min_log_p).sum()))
 
 
 def _draw(x: Arrays, a: Attributes, i: int) -> tuple[int, int]:

@@ -29,6 +29,24 @@ class AcceptRule:
     never: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. The noise of a position depends on the seed alone, so that drafts,
+    cancels and restored prefixes do not change a token (operator `sample`).
+    """
+
+    temperature: float
+    """Positive."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    """1: off."""
+    min_p: float = 0.0
+    """0: off."""
+    seed: int
+    """0 to 2^64 - 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a block is not full width, drafted and exact."""
@@ -64,6 +82,8 @@ class Block:
     drafted: int = 0
     """Tokens after the first that hold a draft or a forced id, 0..R - 1. Set by the loop."""
     relaxed: AcceptRule = AcceptRule()
+    sampled: bool = False
+    """Whether tokens are drawn, as the model was set up by `write_sampling`. Set by the loop."""
     reasons: tuple[Reason, ...] = ()
 
     def capped(self, cap: int, why: str) -> Block:

@@ -15,10 +15,12 @@ from thor_dflash.core.errors import ModelFault, TransactionError
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import (
     Block,
+    BlockPhase,
     DecodeFinish,
     DecodeProgress,
     DraftInspection,
     Policy,
+    Sampling,
 )
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposer
@@ -66,6 +68,8 @@ class DecodeRequest:
     stop: tuple[int, ...]
     proposer: Proposer
     policies: tuple[Policy, ...]
+    sampling: Sampling | None = None
+    """None: greedy."""
     marks: Marks | None = None
     """Ids of the thinking marks, if the vocabulary has them."""
     start: PromptStart | None = None
@@ -101,6 +105,7 @@ def _chunks(
         model.state.reset()
     begun, meter.cached = model.state.begun, model.state.length
     assert meter.cached < len(request.prompt), meter.cached
+    model.write_sampling(request.sampling)
     for chunk in _prefill(model, request):
         yield chunk
         check_owner(model, begun)
@@ -154,7 +159,8 @@ def _prefill(model: ModelRunner, request: DecodeRequest) -> Iterator[TokenChunk]
 
 
 def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress) -> Block:
-    block = Block(cap=model.block, phase="thinking" if progress.thinking else "answer")
+    phase: BlockPhase = "thinking" if progress.thinking else "answer"
+    block = Block(cap=model.block, phase=phase, sampled=request.sampling is not None)
     for policy in request.policies:
         block = policy.shape(progress, block)
     assert 1 <= block.cap <= model.block, block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from threading import RLock
 
@@ -12,7 +13,7 @@ from thor_dflash.package.manifest import CHUNK_STEPS, Manifest, graph_name
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.runtime.decoding.block import Block
+from thor_dflash.runtime.decoding.block import Block, Sampling
 from thor_dflash.runtime.decoding.sequence_state import SequenceState
 from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
 
@@ -64,7 +65,11 @@ class ModelRunner:
         """
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
+        names += ["accept_sampled", "accept_sampled_masked"]
         names += ["propose", "observe", "observe_chunk"] if drafter else []
+        self.draws_drafts = drafter is not None and drafter.selector is None
+        """Whether drafts are drawn in a step of their own, from the drafter's logits."""
+        names += ["sample_drafts"] if self.draws_drafts else []
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
             for chunk in self.chunks
@@ -166,6 +171,18 @@ class ModelRunner:
         oldest = self.state.length - context if context else 0
         self._write_changed("drafter.first", max(self.state.first, oldest))
 
+    def write_sampling(self, sampling: Sampling | None) -> None:
+        """Set how blocks with `sampled` draw tokens; None: the sequence is greedy."""
+        self._write_changed("sampling.temperature", sampling.temperature if sampling else 0.0)
+        if sampling is None:
+            return
+        self._write_changed("sampling.top_k", sampling.top_k)
+        self._write_changed("sampling.top_p", sampling.top_p)
+        lowest = math.log(sampling.min_p) if sampling.min_p else -math.inf
+        self._write_changed("sampling.min_log_p", lowest)
+        words = np.array([sampling.seed], np.uint64).view(np.int32)
+        self._set_ids("sampling.seed", tuple(int(word) for word in words))
+
     def hold(self, count: int) -> None:
         """Keep the taps of the `count` rows just committed for `catch_up`.
 
@@ -229,16 +246,17 @@ class ModelRunner:
 
         A mask is computed and written while the verify runs.
         """
+        accept = "accept_sampled" if block.sampled else "accept"
         self._begin(self.block)
         self._forced(block)
         self._bounds(block, stop)
         verify = (*before, self.call("verify"))
         if block.mask is None:
-            self.engine.run((*verify, self.call("accept"), *after))
+            self.engine.run((*verify, self.call(accept), *after))
         else:
             self.engine.run(verify)
             self.engine.write(self._inputs["mask"], block.mask())
-            self.engine.run((self.call("accept_masked"), *after))
+            self.engine.run((self.call(f"{accept}_masked"), *after))
         self.state.verified(self.block)
         return Record.read(self.engine.read(self._inputs["record"]))
 

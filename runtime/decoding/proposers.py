@@ -99,7 +99,8 @@ class DflashDrafter:
         model.catch_up()
         model.write_last(progress.last)
         model.write_first(self.config.context)
-        return Proposal(model.block - 1, (model.call("propose"),))
+        drawn = [model.call("sample_drafts")] if block.sampled and model.draws_drafts else []
+        return Proposal(model.block - 1, (model.call("propose"), *drawn))
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         return (model.call("observe"),) if block.draft else ()

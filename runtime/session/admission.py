@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from thor_dflash.config.decode import (
+    GREEDY,
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     RELAXED,
+    SEEDS_DRAWN,
     BudgetConfig,
     DraftConfig,
     RelaxedConfig,
+    SamplingConfig,
 )
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
-from thor_dflash.runtime.decoding.block import AcceptRule, Policy
+from thor_dflash.runtime.decoding.block import AcceptRule, Policy, Sampling
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
@@ -59,6 +63,7 @@ class Request:
     draft: DraftConfig = NO_DRAFT_LIMITS
     talk: Conversation = NO_CONVERSATION
     """Where later prompts may continue this one."""
+    sampling: SamplingConfig = GREEDY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,8 @@ class Admitted:
     """The opening of a tool call, if no tool may be called and no grammar excludes it."""
     opening: int = -1
     """Id that opens a tool call, if one may be made."""
+    sampling: Sampling | None = None
+    """None: greedy."""
     thinks: bool = False
     """Whether the prompt ends inside a thinking block."""
     talk: Conversation = NO_CONVERSATION
@@ -152,6 +159,7 @@ class Admission:
             grammar=request.grammar,
             forbid=self._forbidden(request),
             opening=self.opening(request),
+            sampling=resolve_sampling(request.sampling),
             thinks=thinks,
             talk=request.talk,
         )
@@ -291,6 +299,19 @@ class Admission:
                 never=never,
             )
         )
+
+
+def resolve_sampling(config: SamplingConfig) -> Sampling | None:
+    """Return how to draw tokens, with a seed, which is drawn if there is none; None: greedy."""
+    if config.temperature == 0:
+        return None
+    return Sampling(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=config.seed if config.seed >= 0 else secrets.randbelow(SEEDS_DRAWN),
+    )
 
 
 def _budgeted(config: BudgetConfig) -> bool:

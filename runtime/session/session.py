@@ -26,7 +26,13 @@ from thor_dflash.runtime.engines.protocol import Engine
 from thor_dflash.runtime.grammar.compiler import Grammar, Grammars
 from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.grammar.tools import ToolUse
-from thor_dflash.runtime.session.admission import Admission, Admitted, Request, check_request
+from thor_dflash.runtime.session.admission import (
+    Admission,
+    Admitted,
+    Request,
+    check_request,
+    resolve_sampling,
+)
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
 from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
@@ -135,6 +141,7 @@ class Session:
             proposer=proposer,
             opening=self._admission.opening(request),
             talk=request.talk,
+            sampling=resolve_sampling(request.sampling),
         )
         return self._answer(admitted, (*policies, *admitted.policies()))
 
@@ -152,6 +159,7 @@ class Session:
             proposer=admitted.proposer,
             policies=policies,
             marks=self._marks(admitted.opening),
+            sampling=admitted.sampling,
             start=start,
         )
         return self._chunks(request, start)

@@ -127,6 +127,7 @@ def test_a_number_has_bounds(
 
 def test_no_integer_may_be_minus_3_or_more_than_32_bits_or_a_day_in_microseconds() -> None:
     integers = [key for key, _ in fields() if type(value_of(key, Config())) is int]
+    integers.remove("decode.sampling.seed")  # of 63 bits
     assert len(integers) > 25
     for key in integers:
         for value in (-3, 86_400_000_001):

@@ -110,7 +110,7 @@ class DrafterBench:
             last=np.array([last], np.int32),
             forced=np.array([*forced, *[-1] * (self.block - len(forced))], np.int32),
         )
-        return got["tokens"], got["head.logits"]
+        return got["tokens"], got["draft_logits"]
 
     def plain(self, taps: Array, rules: Rules | None = None) -> Array:
         """The logits [R, V] by the plain drafter."""
@@ -178,8 +178,9 @@ def make_bench(
 
 def _show_logits(file: Path) -> None:
     model = onnx.load(str(file), load_external_data=False)
-    [info] = [v for v in model.graph.value_info if v.name == "head.logits"]
-    model.graph.output.append(info)
+    if all(v.name != "draft_logits" for v in model.graph.output):
+        [info] = [v for v in model.graph.value_info if v.name == "draft_logits"]
+        model.graph.output.append(info)
     file.write_bytes(model.SerializeToString())
 
 

@@ -186,7 +186,7 @@ def accept_cases(rng: np.random.Generator) -> Iterator[OpCase]:
 def sample_case(name: str, logits: Array, **given: Array | float) -> OpCase:
     """Returns a case; by default T = 1 and no truncation. `vocab` and `first` are attributes."""
     quiet: dict[str, Array | float] = {"length": 77, "top_k": 0, "seed": np.array([5, -6])}
-    real: dict[str, Array | float] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+    real: dict[str, Array | float] = {"temperature": 1.0, "top_p": 1.0, "min_log_p": -np.inf}
     x = {**quiet, **real, **given}
     attributes = {n: int(np.asarray(x.pop(n, 0))) for n in ("vocab", "first")}
     inputs = {
@@ -209,7 +209,7 @@ def any_sample_case(seed: int, widths: Sequence[int], few: int) -> OpCase:
         "temperature": float(rng.choice([0.01, 0.3, 0.6, 1.0, 1.0, 3.0, 50.0])),
         "top_k": int(rng.choice([0, 0, 1, 3, 20, width - 1, width, width + 3])),
         "top_p": float(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.95, 0.999999, 2.0])),
-        "min_p": float(rng.choice([0.0, 0.0, 1e-9, 0.01, 0.1, 0.7, 1.0])),
+        "min_log_p": float(rng.choice([-np.inf, -np.inf, -20.0, -4.6, -2.3, -0.3, 0.0])),
         "length": int(rng.integers(0, 2**20)),
         "seed": rng.integers(-(2**31), 2**31, 2),
         "first": int(rng.integers(0, 2)),
@@ -226,7 +226,13 @@ def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     logits = rng.standard_normal((16, 40)) * 3
     for temperature in (0.01, 0.6, 1.0, 7.0):
         yield sample_case(f"t_{temperature}", logits, temperature=temperature)
-    for name, value in (("top_k", 1), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1), ("min_p", 1)):
+    for name, value in (
+        ("top_k", 1),
+        ("top_k", 5),
+        ("top_p", 0.5),
+        ("min_log_p", -2),
+        ("min_log_p", 0),
+    ):
         yield sample_case(f"{name}_{value}", logits, **{name: value})
     yield sample_case("qwen", logits, temperature=0.6, top_k=20, top_p=0.95)
     yield sample_case("id_map", logits, id_map=np.arange(40) * 3 + 1)
@@ -234,7 +240,7 @@ def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     for keep in (1, 4, 14, 15, 39):
         yield sample_case(f"ties_top_k_{keep}", tied, top_k=keep)
         yield sample_case(f"ties_top_p_{keep}", tied, top_p=keep / 41)
-    yield sample_case("all_equal", np.zeros((4, 40)), top_k=7, top_p=0.5, min_p=1.0)
+    yield sample_case("all_equal", np.zeros((4, 40)), top_k=7, top_p=0.5, min_log_p=0)
     far = np.array([[3e38, -3e38, 0, 1, -np.inf], [-1e-45, 0.0, -0.0, 1e-45, -3e38]])
     yield sample_case("extremes", far, top_k=3)
     yield sample_case("extremes_all", far, temperature=0.01, top_p=0.5)

@@ -180,7 +180,7 @@ def _accept_sites() -> Iterator[Full]:
 
 def _sample_sites() -> Iterator[Full]:
     x = {name: Shaped(I32, (1,)) for name in ("length", "top_k")} | {"seed": Shaped(I32, (2,))}
-    x |= {name: Shaped(F32, (1,)) for name in ("temperature", "top_p", "min_p")}
+    x |= {name: Shaped(F32, (1,)) for name in ("temperature", "top_p", "min_log_p")}
     whole = x | {"logits": Shaped(F32, (16, 248320))}
     yield "target", {"vocab": 248077, "first": 1}, whole
     yield "masked", {"vocab": 248077}, whole | {"mask": Shaped(I32, (16, -(-248077 // 32)))}

@@ -80,6 +80,39 @@ class DraftConfig:
 NO_DRAFT_LIMITS = DraftConfig()
 
 
+SEEDS_DRAWN = 2**53
+"""Seeds that are drawn lie below it: JSON's readers keep such a number exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn. The answer depends on the seed, the prompt and the package, not on
+    drafts, earlier requests or a stored prefix."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    """Divides the logits; 0: greedy, always the best token. Others are at least 0.01."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of best tokens with this share of the probability; 1: off."""
+    top_k: Count = 0
+    """Draw from this many best tokens; 0: off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Draw from tokens with at least this share of the best one's probability; 0: off."""
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] = -1
+    """Seed of the noise; -1: drawn, and reported with the answer."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < COLDEST:
+            raise ConfigError(
+                f"decode.sampling.temperature must be 0, or at least {COLDEST} "
+                f"(got {self.temperature})"
+            )
+
+
+COLDEST = 0.01
+"""Lowest temperature but 0."""
+GREEDY = SamplingConfig()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
     """How one answer of `generate` or `profile` is decoded ([policies](../guide/policies.md))."""
@@ -102,3 +135,4 @@ class DecodeConfig:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     relaxed: RelaxedConfig = field(default_factory=RelaxedConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -57,8 +57,9 @@ def test_the_package_holds_engines_and_their_descriptions(nano: Recorded) -> Non
     found = manifest.read(out)
     verify(out, found)
     assert (found.engine, found.kv, found.activations) == ("tensorrt", "fp8", "bf16")
-    steps = {"verify", "accept", "accept_masked", "propose", "observe", "observe_chunk",
-             "observe_chunk.chunk64", "prefill", "prefill.chunk64"}  # fmt: skip
+    steps = {"verify", "accept", "accept_masked", "accept_sampled", "accept_sampled_masked",
+             "propose", "sample_drafts", "observe", "observe_chunk", "observe_chunk.chunk64",
+             "prefill", "prefill.chunk64"}  # fmt: skip
     assert built.keys() == steps
     for step in steps:
         description = nano.description(step)

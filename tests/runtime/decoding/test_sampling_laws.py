@@ -1,0 +1,150 @@
+"""Sampled tokens depend on seed, prompt and package alone, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
+
+from thor_dflash.config.decode import SamplingConfig
+from thor_dflash.plugins import SAMPLE
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.session import Request
+
+QWEN = SamplingConfig(temperature=1.0, top_k=20, top_p=0.95, seed=11)
+HOW = {
+    "all": SamplingConfig(temperature=1.0, seed=5),
+    "qwen": QWEN,
+    "cold": SamplingConfig(temperature=0.3, min_p=0.05, seed=2**63 - 1),
+}
+ONE = Request(prompt=prompt(40, seed=1), max_tokens=40)
+
+
+def asked(how: str) -> Request:
+    return replace(ONE, sampling=HOW[how])
+
+
+@cache
+def truth_of(how: str) -> tuple[int, ...]:
+    return tuple(answer(session(), asked(how), NoDrafter()))
+
+
+def drafter(kind: str, truth: list[int]) -> Proposer:
+    rng = np.random.default_rng(3)
+    return {
+        "dead": DEAD,
+        "hostile": hostile(truth),
+        "real": DflashDrafter(),
+        "erring": erring(truth, 0.15, 9),
+        "three": drafts(lambda n: truth[n : n + 3]),
+        "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
+    }[kind]
+
+
+class Caps(Policy):
+    """Commits a different number of rows in each cycle."""
+
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
+        return block.capped(1 + len(progress.tokens) % 5, "test")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("qwen", k) for k in ("dead", "hostile", "real", "erring", "three", "random")]
+    + [("all", "real"), ("all", "erring"), ("cold", "erring")],
+)
+def test_any_drafter_gives_the_plain_sampled_answer(how: str, kind: str) -> None:
+    truth = list(truth_of(how))
+    assert answer(session(), asked(how), drafter(kind, truth)) == truth
+    assert len(set(truth)) > 5
+
+
+def test_a_dflash2_drafter_gives_the_plain_sampled_answer() -> None:
+    s, request = session(second=True), replace(asked("qwen"), max_tokens=24)
+    assert answer(s, request, DflashDrafter()) == answer(s, request, NoDrafter())
+
+
+def test_any_cap_gives_the_same_tokens() -> None:
+    truth = list(truth_of("qwen"))
+    got = [
+        t for c in session().run(asked("qwen"), erring(truth, 0.1, 1), (Caps(),)) for t in c.tokens
+    ]
+    assert got == truth
+
+
+def test_an_oracle_gives_a_full_block_a_cycle() -> None:
+    truth = list(truth_of("qwen"))
+    request = replace(asked("qwen"), max_tokens=32)
+    assert answer(session(), request, oracle([*truth, *[0] * 16])) == truth[:32]
+    assert session().report().spec.accept_hist == (0,) * 15 + (2,)
+
+
+def test_a_continued_prompt_goes_on_as_the_answer_did() -> None:
+    """Positions count from the prompt's first token, so that a cancelled answer can be resumed."""
+    truth = list(truth_of("qwen"))
+    for cut in (1, 17):
+        request = replace(
+            asked("qwen"), prompt=(*ONE.prompt, *truth[:cut]), max_tokens=ONE.max_tokens - cut
+        )
+        assert answer(session(), request, DflashDrafter()) == truth[cut:]
+
+
+def test_a_stored_prefix_changes_no_token() -> None:
+    s, truth = session(), list(truth_of("qwen"))
+    s.prefixes.put("here", ONE.prompt[:36])
+    try:
+        assert answer(s, asked("qwen"), DflashDrafter()) == truth
+        assert s.report().usage.cached_tokens == 32
+    finally:
+        s.prefixes.drop("here")
+
+
+def test_a_greedy_answer_is_the_same_after_a_sampled_one() -> None:
+    s = session()
+    greedy = answer(s, ONE, DflashDrafter())
+    answer(s, asked("all"), DflashDrafter())
+    assert answer(s, ONE, DflashDrafter()) == greedy
+    assert greedy != list(truth_of("all"))
+
+
+def test_other_seeds_give_other_answers() -> None:
+    seen = {truth_of("qwen")}
+    for seed in (0, 1, 2):
+        request = replace(ONE, sampling=replace(QWEN, seed=seed))
+        seen.add(tuple(answer(session(), request, DEAD)))
+    assert len(seen) == 4
+
+
+def test_a_seed_that_is_not_given_is_drawn_anew() -> None:
+    request = replace(ONE, sampling=replace(QWEN, seed=-1), max_tokens=12)
+    first, second = (answer(session(), request, DEAD) for _ in range(2))
+    assert first != second
+
+
+def test_the_tokens_are_those_of_the_operator() -> None:
+    """From the model's own logits, row by row, by `sample`'s reference."""
+    s, how = session(), QWEN
+    tokens = truth_of("qwen")
+    context = [*ONE.prompt]
+    for token in tokens[:6]:
+        s.model.state.reset()
+        for start in range(0, len(context) - 1, s.model.chunk):
+            s.model.prefill(context[:-1][start : start + s.model.chunk], observe=False)
+        s.model.write_tokens([context[-1]])
+        s.model.verify()
+        x = {
+            "logits": s.model.read("logits")[:1],
+            "length": np.array([len(context) - 1], np.int32),
+            "seed": np.array([how.seed, 0], np.int32),
+            "temperature": np.array([how.temperature], np.float32),
+            "top_k": np.array([how.top_k], np.int32),
+            "top_p": np.array([how.top_p], np.float32),
+            "min_log_p": np.array([-np.inf], np.float32),
+        }
+        a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
+        assert SAMPLE.reference(x, a)["choice"][0] == token
+        context.append(token)
