@@ -7,6 +7,7 @@ Names of tensors are given here without the checkpoint's prefix.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -164,7 +165,7 @@ def _encode(name: str, w: Floats, how: str) -> Iterator[tuple[str, Array]]:
 def _how(name: str, dialect: Dialect, mix: str = TargetGeometry.mix) -> str:
     if dialect in ("bf16", "f32", "f16"):
         return dialect
-    if name.endswith(("in_proj_a", "in_proj_b")):
+    if name.endswith(("in_proj_a", "in_proj_b")) and "in_proj_a" not in mix:
         return "bf16"
     if dialect == "mixed":
         kinds = (pair.split("=") for pair in mix.split())
@@ -261,7 +262,8 @@ def _named(g: TargetGeometry | DrafterGeometry) -> dict[str, object]:
     return {key: fields[name] for key, name in pairs if name in fields}
 
 
-def _target_config(g: TargetGeometry) -> dict[str, object]:
+def target_config(g: TargetGeometry) -> dict[str, object]:
+    """The config.json of a target."""
     text = _named(g)
     text |= {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False}
     text |= {"attn_output_gate": True, "full_attention_interval": g.interval, "dtype": "bfloat16"}
@@ -282,7 +284,7 @@ def write_target(
 ) -> Path:
     """Writes a target checkpoint and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_config(directory, _target_config(geometry))
+    write_config(directory, target_config(geometry))
     tensors = _target_tensors(geometry, seed, dialect)
     if geometry.shards == 1:
         write_safetensors(directory / "model.safetensors", tensors)
@@ -392,6 +394,21 @@ def write_safetensors(file: Path, tensors: Mapping[str, Array]) -> None:
     text += b" " * (-len(text) % 8)
     parts = [np.ascontiguousarray(t).tobytes() for t in tensors.values()]
     file.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
+
+
+def write_hollow(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Writes one safetensors file of BF16 tensors without content, which takes no space."""
+    header: dict[str, object] = {}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + at)
 
 
 def read_safetensors(file: Path) -> dict[str, Array]:
