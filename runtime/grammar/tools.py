@@ -157,7 +157,9 @@ def _branches(schema: object, where: str, root: Mapping[str, Any]) -> Iterator[d
     """What a value may be: `words`, or `text` (a Lark terminal), of raw strings; `json` (a schema);
     or nothing, for any raw string.
     """
-    given = cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
+    given: Mapping[str, Any] = (
+        cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
+    )
     table = {key: value for key, value in given.items() if key not in _LABELS}
     types = table.get("type")
     if inner := next((key for key in ("anyOf", "oneOf") if list(table) == [key]), ""):
