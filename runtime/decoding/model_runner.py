@@ -17,6 +17,9 @@ from thor_dflash.runtime.decoding.block import Block, Sampling
 from thor_dflash.runtime.decoding.sequence_state import SequenceState
 from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
 
+CONVERSATIONS = 16
+"""Conversations of the longest length beyond which no memory is reserved for reuse."""
+
 
 def cache_rows(capacity: int, block: int, chunk: int) -> int:
     """Rows of the key/value cache for a context of `capacity` tokens.
@@ -89,9 +92,7 @@ class ModelRunner:
         self._values: dict[str, int | float | tuple[int, ...]] = {}
         """Values last written to some inputs; most do not change from one block to the next."""
         self._calls = {name: self._bind(name) for name in self.graphs}
-        self.reuse = reuse
-        if reuse:
-            engine.reserve(reuse)
+        self.reuse = self._reserve(reuse)
         engine.prepare(list(self._calls.values()))
         if drafter:
             self.write_windows(0, 0)
@@ -100,6 +101,16 @@ class ModelRunner:
     def limit(self) -> int:
         """Maximum tokens of prompt and answer together: one block stays free."""
         return self.capacity - self.manifest.block
+
+    def _reserve(self, most: int) -> int:
+        """Reserve memory for the states of earlier turns, for at most CONVERSATIONS full contexts;
+        return its bytes.
+        """
+        state = sum(spec.nbytes({}) for spec in self.state.layout(self.limit).values())
+        found = min(most, CONVERSATIONS * state)
+        if found:
+            self.engine.reserve(found)
+        return found
 
     def _scratch(self, step: str, spec: TensorSpec) -> None:
         name = spec.name.removeprefix(NEXT)

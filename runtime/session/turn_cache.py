@@ -25,9 +25,8 @@ from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
 from thor_dflash.runtime.engines.protocol import Tensor, TensorRows
 from thor_dflash.runtime.session.prefix_cache import cached_length
+from thor_dflash.runtime.text.prompt_segments import Boundary
 
-Boundary = Literal["system", "user", "prompt"]
-"""The end of the system turn, of the last user's turn, or of the prompt."""
 KEPT = {"system": 1, "user": 1, "prompt": 2}
 """Boundaries of a kind that are kept along one conversation, the newest ones."""
 

@@ -69,6 +69,13 @@ class Tokenizer:
         opening, closing = map(self._tokenizer.token_to_id, TOOL_MARKS[:2])
         return None if opening is None or closing is None else (opening, closing)
 
+    def has_added(self, word: str) -> bool:
+        """Whether the text is always split before and after this word, which is one id."""
+        return any(
+            token.content == word and not (token.lstrip or token.rstrip or token.single_word)
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+        )
+
     @property
     def chats(self) -> bool:
         """Whether there is a chat template."""

@@ -1,0 +1,84 @@
+"""Prompts encoded turn by turn: a turn that was encoded before costs a lookup.
+
+A conversation's prompt repeats all its earlier turns. Every turn begins with `<|im_start|>`, an
+added token, at which every tokenizer of this kind splits the text first; so the ids of a prompt are
+those of its turns, one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.runtime.text.tokenizer import Tokenizer
+
+Boundary = Literal["system", "user", "prompt"]
+"""The end of the system turn, of the last user's turn, or of the prompt."""
+START = "<|im_start|>"
+KEPT = 32 << 20
+"""Characters of turns that are kept, the least recently used of which go first."""
+_TURNS = re.compile(rf"(?={re.escape(START)})")
+_RESULTS = f"{START}user\n<tool_response>"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's ids and where later prompts of its conversation may continue from."""
+
+    ids: tuple[int, ...]
+    boundaries: tuple[tuple[int, Boundary], ...] = ()
+    """Tokens up to each boundary."""
+
+
+class PromptEncoder:
+    """Encodes rendered chats. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._by_turn = tokenizer.has_added(START)
+        self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> EncodedPrompt:
+        """Encode a chat as the template renders it, up to where the answer begins.
+
+        Raises:
+            RequestError: as Tokenizer.encode.
+        """
+        turns = [turn for turn in _TURNS.split(text) if turn] if self._by_turn else [text]
+        ids: list[int] = []
+        ends: list[int] = []
+        for turn in turns:
+            ids += self._ids(turn)
+            ends.append(len(ids))
+        return EncodedPrompt(tuple(ids), _boundaries(turns, ends))
+
+    def _ids(self, turn: str) -> tuple[int, ...]:
+        with self._lock:
+            if (found := self._kept.get(turn)) is not None:
+                self._kept.move_to_end(turn)
+                return found
+        found = tuple(self._tokenizer.encode(turn))
+        with self._lock:
+            self._size += len(turn) if turn not in self._kept else 0
+            self._kept[turn] = found
+            while self._size > KEPT:
+                self._size -= len(self._kept.popitem(last=False)[0])
+        return found
+
+
+def _boundaries(turns: list[str], ends: list[int]) -> tuple[tuple[int, Boundary], ...]:
+    if len(turns) < 2:  # the whole prompt, without the last turn: that of the answer
+        return ((ends[-1], "prompt"),) if ends else ()
+    found: list[tuple[int, Boundary]] = [(ends[-2], "prompt")]
+    if turns[0].startswith(f"{START}system"):
+        found.append((ends[0], "system"))
+    for turn, end in zip(turns[-2::-1], ends[-2::-1], strict=True):
+        if turn.startswith(f"{START}user\n") and not turn.startswith(_RESULTS):
+            found.append((end, "user"))
+            break
+    return tuple(found)
