@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 from thor_dflash.core.errors import ThorError
 
@@ -109,9 +110,10 @@ class TemplateProcess:
 
     def _ended(self, child: subprocess.Popen[bytes]) -> str:
         """Forget the process, which has closed its pipes; return what ended it."""
-        self._child = None
-        with child:
-            status = child.wait()
+        self._child, status = None, child.wait()
+        for pipe in (child.stdin, child.stdout):
+            with suppress(BrokenPipeError):  # of a request that it did not read to the end
+                cast("IO[bytes]", pipe).close()
         if status == -signal.SIGPROF:
             return f"more than {SECONDS} s"
         return f"a process that ended with status {status}, out of memory perhaps"

@@ -144,10 +144,8 @@ class Server:
             ThorError: the backend did not load, the engine was lost, or a thread failed.
         """
         self._log_event.start()
-        self._start(lambda: workers.run_engine(
-            self._load, self._jobs, self._emit, self._lifecycle.heartbeat, self._log, self._traced
-        ))  # fmt: skip
         try:
+            self._start(self._run_engine)
             while not self._finished():
                 self._poll_once()
         finally:
@@ -160,8 +158,12 @@ class Server:
     def _start(self, target: Callable[[], None]) -> None:
         # Daemon threads: a hung engine must not keep the process alive past its end.
         thread = threading.Thread(target=lambda: self._run_thread(target), daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)  # not before: one that was not started cannot be joined
+
+    def _run_engine(self) -> None:
+        heartbeat = self._lifecycle.heartbeat
+        workers.run_engine(self._load, self._jobs, self._emit, heartbeat, self._log, self._traced)
 
     def _run_thread(self, target: Callable[[], None]) -> None:
         """Run a thread's work. Any exception ends the server, which would otherwise look healthy

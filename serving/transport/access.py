@@ -90,14 +90,16 @@ def read_token(path: str) -> str | None:
 
 def check_owned(path: Path) -> None:
     """Refuse a file or directory that other users may write: who writes keys decides who connects.
-    Accepts what cannot be examined, for its reader to report.
+    Accepts one on a read-only file system, such as the secrets of a container, whatever its mode;
+    and what cannot be examined, for its reader to report.
 
     Raises:
         ConfigError: its group or everybody may write it.
     """
     with suppress(OSError):
         mode = path.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fixed = os.statvfs(path).f_flag & os.ST_RDONLY
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not fixed:
             raise ConfigError(
                 f"{path} must be writable by its owner alone (got mode {stat.S_IMODE(mode):04o}); "
                 f"chmod go-w {quote(str(path))}"

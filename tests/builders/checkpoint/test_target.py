@@ -160,6 +160,11 @@ def test_scales_of_other_arithmetic_are_listed_and_not_used(
     checkpoint = read_target(tmp_path)
     assert checkpoint.kv_scales(3) is None
     assert set(checkpoint.skipped) == set(scales)
+    [usable] = {MODELOPT_KV, TENSORS_KV} - {names}
+    numbers = {f"{P}layers.3.{n}": np.full((), 0.5, np.float32) for n in usable}
+    change_tensors(tmp_path, lambda t: t.update(numbers))
+    checkpoint = read_target(tmp_path)
+    assert (checkpoint.kv_scales(3), set(checkpoint.skipped)) == ((0.5, 0.5), set(scales))
     change_tensors(tmp_path, lambda t: t.update({next(iter(scales)): np.ones(3, np.float32)}))
     with pytest.raises(CheckpointError, match="one for each of 2 key/value heads"):
         read_target(tmp_path)

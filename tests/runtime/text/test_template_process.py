@@ -74,6 +74,25 @@ def test_a_process_that_was_killed_meanwhile_is_replaced(process: TemplateProces
     assert render(process, "two") == ("text", "two")
 
 
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_a_process_that_dies_before_it_reads_a_request_is_replaced(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    running = process._running
+
+    def killed() -> Any:
+        child = running()
+        child.kill()
+        child.wait()
+        return child
+
+    monkeypatch.setattr(process, "_running", killed)
+    kind, reason = process.render("one", {}, [{"content": "x" * length}])
+    assert (kind, "status -9" in reason) == ("refused", True)
+    monkeypatch.setattr(process, "_running", running)
+    assert render(process, "two") == ("text", "two")
+
+
 def test_after_sigkill_no_rendering_goes_on() -> None:
     script = (
         "import os, sys, threading, time\n"

@@ -15,7 +15,7 @@ from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.serving.client import Options, PlanError, RemotePlanner
-from thor_dflash.serving.gateway.app import listen_at
+from thor_dflash.serving.gateway.auth import listen_at
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.transport import access, curve
 from thor_dflash.serving.transport.router_socket import RouterSocket
