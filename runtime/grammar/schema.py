@@ -109,6 +109,8 @@ class JsonSchema:
 
     def for_compiler(self) -> Mapping[str, Any]:
         """The schema with every pattern in the compiler's dialect."""
+        if not any("pattern" in one.table for one in self._tables()):
+            return self.table
         copied: dict[str, Subschema] = {}
         _walk(table := json.loads(self.text), "schema", "#", copied)
         for one in copied.values():
