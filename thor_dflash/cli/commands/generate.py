@@ -34,7 +34,7 @@ class Printer:
         self._stream = stream
         self._terminal = stream.isatty()
         self._colour = self._terminal and Console(file=stream).color_system is not None
-        self._dim = False
+        self._dim: bool = False
         self._ended = True
         """Whether the text so far ends with a line end."""
 
@@ -46,14 +46,16 @@ class Printer:
                 self._stream.write(DIM if self._dim else PLAIN)
             # A terminal would obey control characters of the model's text.
             self._stream.write(visible(piece.text, keep="\n\t") if self._terminal else piece.text)
-            self._ended = piece.text.endswith("\n") if piece.text else self._ended
+            if piece.text:
+                self._ended = piece.text.endswith("\n")
         self._stream.flush()
 
     def close(self) -> None:
         """End the line and reset the colour. Idempotent."""
         self._stream.write((PLAIN if self._dim else "") + ("" if self._ended else "\n"))
         self._stream.flush()
-        self._ended, self._dim = True, False
+        self._ended = True
+        self._dim = False
 
 
 @dataclasses.dataclass(slots=True)
