@@ -205,8 +205,7 @@ def _steps(
         steps += [layers.accept(masked, sampled=True) for masked in (False, True)]
     if drafting is not None and own_chunk:
         steps += [drafting.propose(), drafting.observe("observe", own.block)]
-        if drafting.dims.selector is None:
-            steps.append(drafting.sample_drafts())
+        steps.append(drafting.sample_drafts())
     if drafting is not None and own_block:
         steps.append(drafting.observe(manifest.CHUNKED, own.chunk))
     for graph in steps:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from thor_dflash.builders.graphs.common_layers import embed, project, sampling_inputs
+from thor_dflash.builders.graphs.common_layers import NO_VALUES, embed, project, sampling_inputs
 from thor_dflash.builders.graphs.draft_sublayers import enter, leave
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
 from thor_dflash.builders.graphs.target import GraphOptions
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.core.model_dims import DrafterDims, SelectorDims
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, SAMPLE, SELECTOR
+from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, LINEAR, SAMPLE, SELECTOR
 from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
+
+DRAWN = ("length", "seed", "temperature")
+"""What the selector needs of sampling: its candidates are few already."""
 
 
 class DrafterGraphs:
@@ -38,8 +43,8 @@ class DrafterGraphs:
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self) -> GraphBuilder:
-        """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation; without
-        a selector also draft_logits [R, ...], for `sample_drafts`.
+        """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation; and, for
+        `sample_drafts`, draft_logits [R, ...], with a selector also draft_hidden [R, its rank].
         """
         g = GraphBuilder("propose")
         last = g.input("last", DType.I32, (1,))
@@ -59,19 +64,27 @@ class DrafterGraphs:
         )
         if self.dims.selector is None:
             g.output(self._compose(g, last, head["best"]))
-            g.output(head["logits"])
         else:
-            g.output(self._select(g, self.dims.selector, x, head["logits"], last))
+            hidden = self._selector_rows(g, x)
+            g.output(self._select(g, self.dims.selector, head["logits"], hidden))
+            g.output(hidden)
+        g.output(head["logits"])
         return g
 
     def sample_drafts(self) -> GraphBuilder:
-        """last [1], forced [R], draft_logits [R, ...] -> tokens [R], drawn with the noise that the
+        """last [1], forced [R], what `propose` left -> tokens [R], drawn with the noise that the
         target will use for the same positions.
         """
         g = GraphBuilder("sample_drafts")
         rows, ids = self._shape.block, self._draft_ids
         width = self._target.head(self._tied).weight.shape[0] if ids is None else len(ids)
-        ports = {"logits": g.input("draft_logits", DType.F32, (rows, width)), **sampling_inputs(g)}
+        logits = g.input("draft_logits", DType.F32, (rows, width))
+        if (dims := self.dims.selector) is not None:
+            hidden = g.input("draft_hidden", self._shape.activations, (rows, dims.rank))
+            how = sampling_inputs(g)
+            g.output(self._select(g, dims, logits, hidden, {n: how[n] for n in DRAWN}))
+            return g
+        ports = {"logits": logits, **sampling_inputs(g)}
         if ids is not None:
             ports["id_map"] = g.constant("draft_ids", ids)
         # Row j of the drafter drafts the token after row j - 1 of the block.
@@ -194,46 +207,44 @@ class DrafterGraphs:
         rows = self._target.packed("lm_head", ids, "draft").values(g, 0)
         return {**rows, "id_map": g.constant("draft_ids", ids)}
 
+    def _selector_rows(self, g: GraphBuilder, x: GraphValue) -> GraphValue:
+        """What the selector reads of the normed rows."""
+        source, name = self._source, "candidate_selector.hidden_projection"
+        ports = {"x": x, "norm_weight": source.plain(g, "norm.weight")}
+        ports |= source.packed(name).values(g, 0)
+        out = g.operator(LINEAR, source.prefix + name, ports, self._norm, {"y0": "draft_hidden"})
+        return out["y0"]
+
     def _select(
         self,
         g: GraphBuilder,
         dims: SelectorDims,
-        x: GraphValue,
         logits: GraphValue,
-        last: GraphValue,
+        hidden: GraphValue,
+        drawn: Mapping[str, GraphValue] = NO_VALUES,
     ) -> GraphValue:
-        """[last, drafts]: each the best candidate after the one before it."""
+        """[last, drafts]: each the best candidate after the one before it; `drawn` adds noise."""
         source, stem, rows = self._source, "candidate_selector", self._shape.block
-        [hidden] = project(
-            g,
-            f"{source.prefix}{stem}.hidden_projection",
-            x,
-            [source.packed(f"{stem}.hidden_projection")],
-            {"norm_weight": source.plain(g, "norm.weight")},
-            self._norm,
-        )
-        ids = self._draft_ids
-        return g.operator(
-            SELECTOR,
-            f"{source.prefix}{stem}",
-            {
-                "logits": logits,
-                **({} if ids is None else {"id_map": g.constant("draft_ids", ids)}),
-                "hidden": hidden,
-                "predecessors": source.plain(g, f"{stem}.predecessor_codebook"),
-                "successors": source.plain(g, f"{stem}.successor_codebook"),
-                "last": last,
-                "forced": g.input("forced", DType.I32, (rows,)),
-            },
-            {
-                "vocab": self._limit,
-                "rows": rows,
-                "top_k": dims.top_k,
-                "multiplier": dims.multiplier,
-                "softcap": dims.softcap,
-            },
-            {"tokens": "tokens"},
-        )["tokens"]
+        ports = {
+            "logits": logits,
+            "hidden": hidden,
+            "predecessors": source.plain(g, f"{stem}.predecessor_codebook"),
+            "successors": source.plain(g, f"{stem}.successor_codebook"),
+            "last": g.input("last", DType.I32, (1,)),
+            "forced": g.input("forced", DType.I32, (rows,)),
+            **drawn,
+        }
+        if (ids := self._draft_ids) is not None:
+            ports["id_map"] = g.constant("draft_ids", ids)
+        attributes: dict[str, Attribute] = {
+            "vocab": self._limit,
+            "rows": rows,
+            "top_k": dims.top_k,
+            "multiplier": dims.multiplier,
+            "softcap": dims.softcap,
+        }
+        name = source.prefix + stem
+        return g.operator(SELECTOR, name, ports, attributes, {"tokens": "tokens"})["tokens"]
 
     def _compose(self, g: GraphBuilder, last: GraphValue, best: GraphValue) -> GraphValue:
         """[last, drafts], where a forced id replaces the draft of its row."""

@@ -11,6 +11,7 @@ Inputs
     predecessors, successors   codebooks [V, C], by vocabulary id
     last          int32 [1]; the last committed token
     forced        int32 [R]; the id that must follow row t, or -1
+    length, seed, temperature   as in `sample`; absent: greedy
 
 Attributes
     vocab         columns below it may be chosen; 0 means all may be
@@ -20,14 +21,17 @@ Attributes
 Outputs
     tokens        int32 [R]: `last`, then for each row j from 1 on forced[j - 1] if that is an id,
                   else the candidate c with the largest score U[c] + sum over columns of
-                  predecessors[p] * hidden[j] * successors[c], p being token j - 1
+                  predecessors[p] * hidden[j] * successors[c], p being token j - 1. Drawn tokens:
+                  with the largest score / temperature + noise(seed, length + j, c) instead, the
+                  noise that `sample` adds for the same position
 
 Candidates are the K largest logits, the smaller column first among equals; among equal scores the
 first candidate is chosen. Minus infinity is no candidate. A row without candidates, or with a NaN
 among its logits, gives 0.
 
 Source: z-lab/dflash model.py CandidateSelector; vLLM spec_decode/dflash2. Multiplier and softcap
-are applied to the candidates only, as vLLM and SGLang do: tanh saturates and would make ties.
+are applied to the candidates only, as vLLM and SGLang do: tanh saturates and would make ties. The
+coupled draw: arXiv 2408.07978.
 """
 
 from pathlib import Path
@@ -49,6 +53,9 @@ OP = Op(
         Port("successors", _PLAIN, ("V", "C")),
         Port("last", (DType.I32,), (1,)),
         Port("forced", (DType.I32,), ("R",)),
+        Port("length", (DType.I32,), (1,), optional=True),
+        Port("seed", (DType.I32,), (2,), optional=True),
+        Port("temperature", (DType.F32,), (1,), optional=True),
     ),
     outputs=(Port("tokens", (DType.I32,), ("R",)),),
     attributes={"vocab": 0, "rows": 8, "top_k": 16, "multiplier": 1.0, "softcap": 0.0},

@@ -58,7 +58,8 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     limit, top_k = min(a.integer("vocab") or width, width), a.integer("top_k")
     rank, drafts, count = site.size("successors", 1), rows - 1, slices(limit)
     ids, unary = (Scratch(name, 4 * drafts * top_k) for name in ("ids", "unary"))
-    books = ("hidden", "predecessors", "successors", "last", "forced", "tokens")
+    books = ("hidden", "predecessors", "successors", "last", "forced")
+    drawn = ("length", "seed", "temperature")
     return (
         Launch(
             "selector_candidates",
@@ -86,14 +87,14 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             (
                 ids,
                 unary,
-                *(Pointer(name) for name in books),
+                *(Pointer(name) for name in (*books, *drawn, "tokens")),
                 Scratch("scores", 4 * drafts * top_k**2),
                 Scratch("walk_arrivals", 4, zeroed=True),
                 Int(rows),
             ),
             shared=4 * max(2 * top_k * (rank + 4), drafts * top_k**2),
             source="walk.cu",
-            defines={**DEFINES, "TOP_K": top_k, "RANK": rank},
+            defines={**DEFINES, "TOP_K": top_k, "RANK": rank, "DRAWN": int("seed" in site)},
         ),
     )
 

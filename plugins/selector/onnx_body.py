@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.core.tensors import DType
+from thor_dflash.plugins import onnx_math, onnx_noise
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
@@ -16,6 +17,8 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     ids, unary, none = _candidates(b, x, a)
     hidden, forced = x.f32(b, "hidden"), b.cast(x["forced"], DType.I64)
     token = b.cast(x["last"], DType.I64)
+    at = b.reshape(onnx_math.positions(b, x["length"], x["logits"]), -1, 1) if "seed" in x else ""
+    drawn = onnx_noise.noise(b, x["seed"], at, ids) if at else ""
     tokens = [token]
     for row in range(1, a.integer("rows")):
         edge = b.op("Mul", _rows(b, x, "predecessors", token), _row(b, hidden, row))
@@ -23,6 +26,9 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
         codes = _rows(b, x, "successors", b.reshape(of_row, -1))
         edges = b.op("MatMul", edge, b.op("Transpose", codes, perm=(1, 0)))
         score = b.op("Add", _row(b, unary, row), edges)
+        if drawn:
+            scaled = b.op("Mul", score, b.op("Div", b.f32(1.0), x["temperature"]))
+            score = b.op("Add", scaled, _row(b, drawn, row))
         # Minus infinity plus a number stays behind every candidate.
         best = b.op("ArgMax", score, axis=1, keepdims=0)
         choice = b.reshape(b.op("Gather", of_row, best, axis=1), 1)

@@ -7,6 +7,7 @@ import numpy as np
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.contract import Arrays, Attributes
 from thor_dflash.plugins.numpy_math import wide
+from thor_dflash.plugins.numpy_noise import noise
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -24,6 +25,10 @@ def _choice(x: Arrays, a: Attributes, row: int, before: int) -> int:
         return 0
     edge = wide(x["predecessors"][before]) * wide(x["hidden"][row])
     score = unary + wide(x["successors"][ids]) @ edge
+    if "seed" in x:
+        low, high = (int(word) for word in x["seed"].view(np.uint32))
+        drawn = noise(high << 32 | low, x["length"] + row, ids)
+        score = score / float(x["temperature"][0]) + drawn
     return int(ids[score.argmax()])
 
 

@@ -2,7 +2,8 @@
 // Grid: rows from 1 on. Each block scores its row's candidates after each of those of the row
 // before; the last block to finish walks, in one warp.
 //
-// Compile-time: TOP_K, at most 32; RANK, a multiple of 8.
+// Compile-time: TOP_K, at most 32; RANK, a multiple of 8; DRAWN, whether noise is added.
+#include "cuda/noise.cuh"
 #include "cuda/vocab_slice.cuh"
 #include "linear/vec8.cuh"
 
@@ -15,6 +16,8 @@ struct Inputs {
     const float* unary;  // the same shape
     const u16 *hidden, *predecessors, *successors;
     const i32 *last, *forced;
+    const i32 *length, *seed;
+    const float* temperature;
 };
 
 // The id before the `row`-th drafted row that is known before the walk, or -1.
@@ -54,6 +57,14 @@ DEVICE float dot(const float* a, const float* b) {
     return sum;
 }
 
+// A candidate's score as it is drawn: the noise is that of the target's own draw at the position.
+DEVICE float drawn(const Inputs& in, float score, int row, int id) {
+    const Seed seed{static_cast<u32>(in.seed[0]), static_cast<u32>(in.seed[1])};
+    const uint4 four = noise_words(seed, *in.length + row + 1, static_cast<u32>(id) / 4);
+    const u32 word = id % 4 == 0 ? four.x : id % 4 == 1 ? four.y : id % 4 == 2 ? four.z : four.w;
+    return add_rn(mul_rn(score, 1.0f / *in.temperature), gumbel(word));
+}
+
 // One warp: lane c has candidate c. scores [T - 1][TOP_K before][TOP_K], in shared memory.
 DEVICE void walk(const Inputs& in, const float* scores, i32* tokens, int rows) {
     const int lane = threadIdx.x;
@@ -62,8 +73,9 @@ DEVICE void walk(const Inputs& in, const float* scores, i32* tokens, int rows) {
 #pragma unroll 1
     for (int row = 0; row < rows - 1; ++row) {
         const bool there = lane < TOP_K;
-        const float score = there ? scores[row * PAIRS + before * TOP_K + lane] : minus_infinity();
+        float score = there ? scores[row * PAIRS + before * TOP_K + lane] : minus_infinity();
         const int id = there ? in.ids[row * TOP_K + lane] : 0;
+        if (DRAWN && score > minus_infinity()) score = drawn(in, score, row, id);
         const Largest best = warp_largest({score, lane});
         const int must = in.forced[row];
         const bool found = best.value > minus_infinity();
@@ -78,13 +90,15 @@ DEVICE void walk(const Inputs& in, const float* scores, i32* tokens, int rows) {
 // tokens [rows]; scores [rows - 1, TOP_K, TOP_K]; arrivals [1], zero before and after.
 KERNEL void __launch_bounds__(THREADS)
 selector_walk(const i32* ids, const float* unary, const u16* hidden, const u16* predecessors,
-              const u16* successors, const i32* last, const i32* forced, i32* tokens, float* scores,
-              u32* arrivals, i32 rows) {
+              const u16* successors, const i32* last, const i32* forced, const i32* length,
+              const i32* seed, const float* temperature, i32* tokens, float* scores, u32* arrivals,
+              i32 rows) {
     DYNAMIC_SHARED(memory);
     float* const held = reinterpret_cast<float*>(memory);
     let_next_start();
     wait_for_previous();
-    const Inputs in{ids, unary, hidden, predecessors, successors, last, forced};
+    const Inputs in{ids,  unary,  hidden, predecessors, successors,
+                    last, forced, length, seed,         temperature};
     const int row = blockIdx.x, befores = fixed_before(in, row) >= 0 ? 1 : TOP_K;
     load_codes(held, in, row, befores);
     sync_block();

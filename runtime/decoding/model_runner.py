@@ -69,10 +69,7 @@ class ModelRunner:
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
         names += ["accept_sampled", "accept_sampled_masked"]
-        names += ["propose", "observe", "observe_chunk"] if drafter else []
-        self.draws_drafts = drafter is not None and drafter.selector is None
-        """Whether drafts are drawn in a step of their own, from the drafter's logits."""
-        names += ["sample_drafts"] if self.draws_drafts else []
+        names += ["propose", "sample_drafts", "observe", "observe_chunk"] if drafter else []
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
             for chunk in self.chunks

@@ -99,7 +99,7 @@ class DflashDrafter:
         model.catch_up()
         model.write_last(progress.last)
         model.write_first(self.config.context)
-        drawn = [model.call("sample_drafts")] if block.sampled and model.draws_drafts else []
+        drawn = [model.call("sample_drafts")] if block.sampled else []
         return Proposal(model.block - 1, (model.call("propose"), *drawn))
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:

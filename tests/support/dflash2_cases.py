@@ -124,6 +124,12 @@ def selector_cases(rng: Rng) -> Iterator[Case]:
     x["logits"][2], x["logits"][4, 17], x["logits"][5, :190] = -np.inf, np.nan, -np.inf
     yield name, x, a
     yield worked_example()
+    for length in (3, 200_000):
+        name, x, a = selector_case(rng, f"drawn_at_{length}", reduced=120)
+        x |= {"length": np.array([length], np.int32), "temperature": np.array([0.7], np.float32)}
+        x |= {"seed": np.array([-5, 77], np.int32)}
+        x["forced"][2] = 9
+        yield name, x, a
 
 
 def worked_example() -> Case:
