@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import typing
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from thor_dflash.cli import main, parser
+from thor_dflash.cli import exit_status, main, parser
 from thor_dflash.cli.commands import plan
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.config.tree import Config
@@ -25,6 +26,7 @@ from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol.messages import Chunk, PlanRequest, Result
+from thor_dflash.serving.server.server import EXIT_HUNG
 
 
 def run_plan(*args: str) -> int:
@@ -178,6 +180,18 @@ def test_every_error_of_a_server_has_an_exit_status(
     monkeypatch.setattr(client.RemotePlanner, "stream", refuse)
     assert main.main(["plan", "x"]) == {"unreachable": 4}.get(code, 2 if code in BLAMED else 5)
     assert capsys.readouterr().out == ""
+
+
+def test_the_page_on_exit_status_has_every_one() -> None:
+    page = Path(__file__).parents[3] / "docs/reference/exit-status.md"
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page.read_text(), re.M)
+    known = {value for value in vars(exit_status).values() if isinstance(value, int)}
+    assert {int(row[0]) for row in rows} == known | {EXIT_HUNG}
+    codes = {int(row[0]): {*re.findall(r"`(\w+)`", row[2])} for row in rows if row[1] == "`plan`"}
+    every: set[Code] = {*typing.get_args(Code)}
+    for status in (exit_status.UNREACHABLE, exit_status.NOT_NOW):
+        given = {code for code in every if exit_status.of_error(PlanError(code, "")) == status}
+        assert codes[status] == given
 
 
 def test_a_prompt_comes_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
