@@ -25,7 +25,7 @@ PERIOD = 0.05
 REST = 1.0
 """Seconds for which the idle board is sampled."""
 PATIENCE = 1.0
-"""Seconds to wait for the last sample, which normally takes milliseconds."""
+"""Seconds to wait for the last sample, or for all sensors to be found; both take milliseconds."""
 JUNCTION = "tj-thermal"
 CHANNELS = 3
 """Channels per chip, numbered from 1."""
@@ -65,7 +65,18 @@ class Sensor:
 
 
 def find_sensors(root: Path = ROOT) -> list[Sensor]:
-    """Every rail that can be read now, sorted by name."""
+    """Every rail that can be read now, sorted by name. None at all if a reading takes longer than
+    PATIENCE: a sensor bus that hangs would also stop the later readings.
+    """
+    found: list[Sensor] = []
+    # A thread of its own: a read that hangs cannot be interrupted.
+    thread = threading.Thread(target=lambda: found.extend(_sensors(root)), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return [] if thread.is_alive() else found
+
+
+def _sensors(root: Path) -> list[Sensor]:
     found: dict[str, Sensor] = {}
     for chip in sorted(root.glob("sys/class/hwmon/hwmon*")):
         if not _text(chip / "name").startswith("ina"):

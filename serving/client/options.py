@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thor_dflash.serving.protocol.codec import MSGPACK, Codec
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.protocol.codec import MSGPACK, Codec, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +31,30 @@ class Options:
     max_message: int = 1 << 20
     """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
     connection, and thereby cancel every other plan on it."""
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        for name in ("timeout_s", "plan_timeout_s"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            self._check(name, "a number >= 0", number and value >= 0)
+        for name, least in (("retries", 0), ("max_message", 1)):
+            value = getattr(self, name)
+            self._check(name, f"an integer >= {least}", type(value) is int and value >= least)
+        named = isinstance(self.session, str) and 1 <= len(self.session) <= 64
+        rule = "a text of 1 to 64 characters, or None"
+        self._check("session", rule, named or self.session is None)
+        self._check("token", "a text or None", self.token is None or isinstance(self.token, str))
+        self._check("keys", "the path of a directory as a text", isinstance(self.keys, str))
+        self._check("codec", "JSON or MSGPACK", isinstance(self.codec, Codec))
+
+    def _check(self, name: str, rule: str, fits: bool) -> None:
+        if not fits:
+            # The value of a token is not shown: it may be the secret.
+            value = getattr(self, name)
+            got = type(value).__name__ if name == "token" else shown(value)
+            raise ConfigError(f"Options.{name} must be {rule} (got {got})")

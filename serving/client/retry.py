@@ -20,6 +20,9 @@ from thor_dflash.serving.protocol import messages, validation
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec
 from thor_dflash.serving.protocol.errors import bad_request
 
+ONCE = ("drain", "shutdown")
+"""Operations that are not sent again after a lost connection: the server that answers next may be
+another one, started meanwhile."""
 CODES = frozenset(typing.get_args(Code))
 GRACE_S = 2.0
 """Wait beyond a plan's deadline before giving up, s: the answer may be in transit."""
@@ -237,7 +240,8 @@ class Attempts:
         """
         wait = 1e-3 * (error.retry_after_ms or 100.0)
         late = time.monotonic() + wait >= self._due
-        if not error.retryable or self.left <= 0 or late:
+        once = error.code == "unreachable" and self.request.op in ONCE
+        if not error.retryable or self.left <= 0 or late or once:
             raise error
         # Waiting for a server that warms up uses no retry, only the request's time.
         self.left -= error.code != "not_ready"

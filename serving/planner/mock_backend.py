@@ -41,7 +41,7 @@ def words(text: str) -> list[str]:
 
 def _tokens(request: messages.PlanRequest | messages.Validate) -> int:
     turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
-    return sum(len(words(turn or "")) for turn in turns)
+    return sum((turn or "").count(" ") + 1 for turn in turns)
 
 
 def _spec(tokens: int) -> Speculation:
@@ -118,23 +118,23 @@ class MockBackend:
     def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
         validation.check_values(ask)
         schema = validation.schema_of(ask)
-        prompt = tuple(range(_tokens(ask)))
+        tokens = _tokens(ask)
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
-        if len(prompt) + max_tokens > CONTEXT:
-            raise errors.too_long(CONTEXT, len(prompt), max_tokens)
+        if tokens + max_tokens > CONTEXT:
+            raise errors.too_long(CONTEXT, tokens, max_tokens)
         budget = validation.budget_of(ask, self.config)
         return Prepared(
             ask=ask,
-            prompt=prompt,
-            cached=0 if name is None else min(len(prompt), self._prefixes[name]["held"]),
+            prompt=tuple(range(tokens)),
+            cached=0 if name is None else min(tokens, self._prefixes[name]["held"]),
             max_tokens=max_tokens,
             budget=budget,
             thinks=budget > 0,
             checker=None if schema is None else _checker(schema),
             admitted=None,
             grammar_ms=0.0,
-            min_ms=self._rates.min_ms(len(prompt), max_tokens, whole=ask.on_deadline == "error"),
+            min_ms=self._rates.min_ms(tokens, max_tokens, whole=ask.on_deadline == "error"),
         )
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec import Raw
 
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.protocol import codec, messages
@@ -37,26 +38,32 @@ def read(body_codec: Codec, body: bytes, head: Head) -> messages.Request:
     if kind is None:
         got = visible(endpoint[:40]) if isinstance(endpoint, str) else codec.shown(endpoint)
         raise bad_request(f"endpoint must be an operation (got {got})")
-    table = body_codec.decode(body, dict[str, Any])
+    table = body_codec.split(body)
     if unknown := table.keys() - {"endpoint", "data", "api_token", "requires_input"}:
         name = min(unknown)[: codec.NAME]
         raise bad_request(
             f"{name} must be left out: a request has endpoint, data and api_token", name
         )
-    data: Any = {} if table.get("data") is None else table["data"]
-    if not isinstance(data, dict):
-        raise bad_request(f"data must be an object (got {codec.shown(data)})", "data")
-    fields = codec.ours(data)  # pyright: ignore[reportUnknownArgumentType]
-    codec.check_version(fields.get("v", messages.VERSION))
+    fields = codec.ours(_data(body_codec, bytes(table.get("data", Raw()))))
+    codec.check_version(codec.head_of(body_codec, body_codec.encode(fields)).v)
     if "op" in fields:
         raise bad_request("op must be left out: endpoint names the operation", "op")
-    if fields.get("stream"):
+    if "stream" in fields and codec.short(body_codec, fields["stream"]):
         text = "stream must be false: this dialect has one reply for each request"
         raise bad_request(text, "stream")
-    fields = {"id": uuid4().hex, **fields, "op": head.endpoint}
+    given: dict[str, object] = {"id": uuid4().hex, **fields, "op": head.endpoint}
     if head.api_token is not None:
-        fields["token"] = head.api_token
-    return codec.convert(fields, kind)
+        given["token"] = head.api_token
+    return codec.typed(body_codec, body_codec.encode(given), kind)
+
+
+def _data(body_codec: Codec, data: bytes) -> dict[str, Raw]:
+    if data in (b"", b"null", b"\xc0"):
+        return {}
+    if not codec.is_object(body_codec, data):
+        got = codec.shown(codec.short(body_codec, Raw(data)))
+        raise bad_request(f"data must be an object (got {got})", "data")
+    return body_codec.split(data)
 
 
 def answer(message: object) -> dict[str, Any]:

@@ -34,8 +34,12 @@ Status = Literal["ok", "partial", "error"]
 State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One turn of a chat."""
+class Message(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, gc=False
+):
+    """One turn of a chat. It is never part of a cycle, so the garbage collector need not follow it:
+    a request may have thousands.
+    """
 
     role: Role
     content: str

@@ -17,14 +17,21 @@ from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.planner import check_deadline, stop_error
 from thor_dflash.serving.planner.result import requested_parts
-from thor_dflash.serving.protocol import codec, errors, groot, messages, validation
-from thor_dflash.serving.protocol.codec import JSON, Head
+from thor_dflash.serving.protocol import errors, groot, messages, validation
+from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.server import hello, host_info, workers
+from thor_dflash.serving.server import hello, host_info
+from thor_dflash.serving.server.decode_queue import DecodeQueue
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.lifecycle import FAILED, RETRY_MS, Lifecycle
 from thor_dflash.serving.server.pending import PendingRequests
 from thor_dflash.serving.server.plan_log import plan_line
+from thor_dflash.serving.server.request_reader import (
+    UNEXPECTED,
+    DecodedRequest,
+    read_request,
+    refuse_unread,
+)
 from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler, job_of
 from thor_dflash.serving.server.stats import Stats
 from thor_dflash.serving.server.workers import (
@@ -35,9 +42,10 @@ from thor_dflash.serving.server.workers import (
     Log,
     PendingRequest,
     PrefixPinned,
+    RequestDecoded,
     RequestDone,
+    UndecodedRequest,
 )
-from thor_dflash.serving.transport import access
 from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
 MAX_ENVELOPE = 8
@@ -50,6 +58,8 @@ DROPPABLE = ("text", "thinking", "progress")
 class ServerActions:
     """What the handlers can start in the server."""
 
+    decode: Callable[[UndecodedRequest], None]
+    """Give the decode thread a body; it must have none."""
     check: Callable[[Job | PendingRequest], None]
     """Queue work for the check thread."""
     run: Callable[[Job], None]
@@ -83,6 +93,7 @@ class RequestHandlers:
         self.scheduler = Scheduler(config.max_queue)
         self.stats = Stats()
         self._pending = PendingRequests()
+        self._undecoded = DecodeQueue(actions.decode, config.max_message)
         self._operations: dict[str, Callable[[Peer, Any], None]] = {
             "plan": self._plan,
             "cancel": self._cancel,
@@ -98,6 +109,7 @@ class RequestHandlers:
             "shutdown": self._shutdown,
         }
         self._events: dict[type, Callable[[Any], None]] = {
+            RequestDecoded: self._request_decoded,
             ChunkReady: self._send_chunk,
             JobChecked: self._job_checked,
             JobDone: self._job_done,
@@ -112,41 +124,49 @@ class RequestHandlers:
         # hops.
         split = max(1, len(message.frames) - 1) if at is None else at + 1
         envelope, rest = message.frames[:split], message.frames[split:]
-        peer, head = Peer(envelope, JSON, fd=message.fd), Head(id=None)
+        peer = Peer(envelope, JSON, fd=message.fd, arrived=time.monotonic())
+        if split > MAX_ENVELOPE:
+            text = f"a message must have <= {MAX_ENVELOPE} frames before its body (got {split})"
+            self._refuse_message(peer, bad_request(text))
+        elif len(rest) != 1:
+            text = f"a message must have one body (got {len(rest)})"
+            self._refuse_message(peer, bad_request(text))
+        elif self._undecoded.must_wait(peer, rest[0]):
+            self._decode_later(peer, rest[0])
+        else:
+            self._handle_request(peer, read_request(rest[0], self._token, self._log))
+
+    def _decode_later(self, peer: Peer, body: bytes) -> None:
         try:
-            if split > MAX_ENVELOPE:
-                text = f"a message must have <= {MAX_ENVELOPE} frames before its body (got {split})"
-                raise bad_request(text)
-            if len(rest) != 1:
-                raise bad_request(f"a message must have one body (got {len(rest)})")
-            peer = dataclasses.replace(peer, codec=codec.codec_of(rest[0]))
-            head = codec.head_of(peer.codec, rest[0])
-            peer = dataclasses.replace(peer, groot=groot.is_groot(head))
-            self._handle_request(peer, head, rest[0])
+            self._undecoded.add(peer, body)
         except PlanError as e:
-            self._log_event("refused", id=codec.id_of(head), code=e.code)
-            self._refuse(peer, codec.id_of(head), e)
-        except Exception:
-            self._log(traceback.format_exc())
-            self._refuse(peer, codec.id_of(head), PlanError("internal", workers.UNEXPECTED))
+            self._handle_request(peer, refuse_unread(body, e))
 
     def handle_event(
-        self, event: JobChecked | RequestDone | FileWritten | ChunkReady | JobDone
+        self, event: RequestDecoded | JobChecked | RequestDone | FileWritten | ChunkReady | JobDone
     ) -> None:
         """Handle the event of a worker thread."""
         self._events[type(event)](event)
 
     # --- operations
 
-    def _handle_request(self, peer: Peer, head: Head, body: bytes) -> None:
-        token = head.api_token if peer.groot else head.token
-        if not access.token_matches(self._token, token):
-            text = "token must be the secret in the server's serve.token_file"
-            raise PlanError("unauthorized", text, field="token")
-        read = groot.read if peer.groot else codec.read
-        request = read(peer.codec, body, head)
-        self.stats.requests[request.op] += 1
-        self._operations[request.op](peer, request)
+    def _handle_request(self, peer: Peer, decoded: DecodedRequest) -> None:
+        peer = dataclasses.replace(peer, codec=decoded.codec, groot=decoded.groot)
+        request = decoded.outcome
+        try:
+            if isinstance(request, PlanError):
+                raise request
+            self.stats.requests[request.op] += 1
+            self._operations[request.op](peer, request)
+        except PlanError as e:
+            self._refuse_message(peer, e, decoded.id)
+        except Exception:
+            self._log(traceback.format_exc())
+            self._refuse(peer, decoded.id, PlanError("internal", UNEXPECTED))
+
+    def _refuse_message(self, peer: Peer, error: PlanError, id: str | None = None) -> None:
+        self._log_event("refused", id=id, code=error.code)
+        self._refuse(peer, id, error)
 
     def _plan(self, peer: Peer, request: messages.PlanRequest) -> None:
         backend = self._lifecycle.open()
@@ -167,7 +187,7 @@ class RequestHandlers:
     def _arrive(
         self, peer: Peer, request: messages.PlanRequest | messages.PrefixPut, backend: Backend
     ) -> Job:
-        job = job_of(peer, request, time.monotonic())
+        job = job_of(peer, request)
         self.scheduler.arrive(job, _retry_after(backend))
         self._log_event("arrived", op=request.op, id=request.id, session=job.session)
         return job
@@ -229,6 +249,10 @@ class RequestHandlers:
             self.answer(job, stop_error("cancelled"))
 
     # --- events of the worker threads
+
+    def _request_decoded(self, event: RequestDecoded) -> None:
+        if self._undecoded.done(event.body):
+            self._handle_request(event.body.peer, event.decoded)
 
     def _request_done(self, event: RequestDone) -> None:
         peer, id = event.request.peer, event.request.message.id
@@ -308,6 +332,8 @@ class RequestHandlers:
         self._abandon_all(lambda peer: peer.routing == routing)
 
     def _abandon_all(self, matches: Callable[[Peer], bool]) -> None:
+        self.scheduler.forget(matches)
+        self._undecoded.abandon(matches)
         self._pending.abandon(matches)
         for job in self.scheduler.jobs():
             if matches(job.peer):
@@ -340,13 +366,14 @@ class RequestHandlers:
         self._refuse_pending(error)
 
     def _refuse_pending(self, error: PlanError) -> None:
+        self._undecoded.abandon()  # a client sees its connection close
         for request in self._pending.abandon():
             self._refuse(request.peer, request.message.id, error)
 
     @property
     def idle(self) -> bool:
         """Whether every accepted request is answered."""
-        return not len(self.scheduler) and self._pending.idle
+        return not len(self.scheduler) and self._pending.idle and self._undecoded.idle
 
     # --- replies
 

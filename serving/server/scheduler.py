@@ -8,7 +8,7 @@ A job is in the table from its arrival until it is answered. It is answered exac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -20,6 +20,11 @@ from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec
 from thor_dflash.serving.protocol.errors import bad_request
 
+CLAIM_S = 60.0
+"""How long a connection that was refused for lack of a place is remembered, so that others leave it
+its share."""
+MAX_CLAIMS = 256
+"""Most of them; the oldest is forgotten."""
 MAX_SESSIONS = 1024
 """Most sessions whose latest generation is remembered."""
 REQUEST_NUMBER_BYTES = 4
@@ -28,7 +33,7 @@ REQUEST_NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The recipient of an answer."""
+    """The sender of a request, and recipient of its answer."""
 
     envelope: tuple[bytes, ...]
     """The frames before the body, as received: the routing id first."""
@@ -37,6 +42,8 @@ class Peer:
     """Whether it speaks the GR00T dialect."""
     fd: int = -1
     """File descriptor of the connection that the request arrived on."""
+    arrived: float = 0.0
+    """When the request arrived, monotonic, s."""
 
     @property
     def routing(self) -> bytes:
@@ -92,8 +99,8 @@ class Job:
         return self.request.generation if isinstance(self.request, messages.PlanRequest) else None
 
 
-def job_of(peer: Peer, request: messages.PlanRequest | messages.PrefixPut, now: float) -> Job:
-    """Make a job of a request that arrived at `now` (monotonic, s)."""
+def job_of(peer: Peer, request: messages.PlanRequest | messages.PrefixPut) -> Job:
+    """Make a job of a request of a peer."""
     named = request.session if isinstance(request, messages.PlanRequest) else None
     ms = request.deadline_ms if isinstance(request, messages.PlanRequest) else None
     return Job(
@@ -102,8 +109,8 @@ def job_of(peer: Peer, request: messages.PlanRequest | messages.PrefixPut, now: 
         # Longer than the longest Id that a client may send: no session name of a client can equal
         # the default name of another peer.
         session=named or "peer:" + ":".join(hop.hex() for hop in peer.client).rjust(64, "0"),
-        arrived=now,
-        deadline=None if ms is None else now + 1e-3 * ms,
+        arrived=peer.arrived,
+        deadline=None if ms is None else peer.arrived + 1e-3 * ms,
     )
 
 
@@ -114,6 +121,9 @@ class Scheduler:
         self._max_queue = max_queue
         self._jobs: list[Job] = []
         self._latest: OrderedDict[str, int] = OrderedDict()
+        self._claims: OrderedDict[bytes, tuple[Peer, int]] = OrderedDict()
+        """By connection: the sender of the request that was last refused for lack of a place, and
+        its priority. The latest is the last."""
 
     @property
     def running(self) -> Job | None:
@@ -151,7 +161,9 @@ class Scheduler:
         if full:
             job.instead_of = self._least_urgent(job, leaving)
         if own > self._max_queue or (full and job.instead_of is None):
+            self._claim(job)
             raise self._busy(retry_after_ms)
+        self._check_share(job, leaving, retry_after_ms)
         self._jobs.append(job)
 
     def accept(self, job: Job, retry_after_ms: float) -> list[tuple[Job, PlanError]]:
@@ -171,6 +183,7 @@ class Scheduler:
         if self._placed - len(leaving) >= self._places:
             other = self._least_urgent(job, leaving)
             if other is None:
+                self._claim(job)
                 raise self._busy(retry_after_ms)
             text = "a more urgent plan took its place in a full queue"
             out.append((other, PlanError("preempted", text)))
@@ -225,6 +238,39 @@ class Scheduler:
             and one not in leaving
         ]
         return min(lower, key=lambda one: one.priority, default=None)
+
+    def _claim(self, job: Job) -> None:
+        self._claims.pop(job.peer.routing, None)
+        self._claims[job.peer.routing] = job.peer, job.priority
+        if len(self._claims) > MAX_CLAIMS:
+            self._claims.popitem(last=False)
+
+    def forget(self, matches: Callable[[Peer], bool]) -> None:
+        """Forget which of the matching peers were refused for lack of a place: they are gone."""
+        for routing, (peer, _) in list(self._claims.items()):
+            if matches(peer):
+                del self._claims[routing]
+
+    def _check_share(self, job: Job, leaving: Container[Job], retry_after_ms: float) -> None:
+        """Refuse a connection its job beyond its share of the places, as long as others that are as
+        urgent were refused lately. By connection: a client can send any number of sessions, and of
+        envelopes as if through proxies.
+        """
+        own = job.peer.routing
+        claiming = {
+            routing
+            for routing, (peer, priority) in self._claims.items()
+            if routing != own and peer.arrived > job.arrived - CLAIM_S and priority >= job.priority
+        }
+        if not claiming:
+            return
+        placed = [one for one in self._jobs if one.state != "writing" and one not in leaving]
+        held = sum(one.peer.routing == own and one is not job.instead_of for one in placed)
+        holding = {one.peer.routing for one in placed if one.priority >= job.priority}
+        share = max(1, self._places // len(claiming | holding | {own}))
+        if held >= share:
+            text = f"plans of one client must be <= {share} while others wait for a place"
+            raise PlanError("busy", f"{text} (got one more)", retry_after_ms=retry_after_ms)
 
     def _check_id(self, job: Job) -> None:
         for other in self._jobs:

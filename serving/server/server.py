@@ -2,6 +2,8 @@
 
     client --- ROUTER --- I/O thread (handlers, scheduler) --- check thread (tokenise, compile)
                               |
+                              +--- decode thread (large requests)
+                              |
                               +--- engine thread (prefill, decode)
                               |
                               +--- file thread (persisted prefixes, traces)
@@ -44,6 +46,7 @@ from thor_dflash.serving.server.workers import (
     Log,
     PendingRequest,
     ServerFailed,
+    UndecodedRequest,
     WorkerEvent,
 )
 from thor_dflash.serving.transport import access
@@ -91,15 +94,18 @@ class Server:
         self._log = log
         self._notify = notify
         self._die = die
+        self._token = token
         self._lifecycle = Lifecycle(config.watchdog_s)
         self._events: SimpleQueue[WorkerEvent] = SimpleQueue()
         self._checks: PriorityQueue[CheckItem] = PriorityQueue()
         self._order = count()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._undecoded: SimpleQueue[UndecodedRequest | None] = SimpleQueue()
         self._files: SimpleQueue[FileTask | None] = SimpleQueue()
         actions = ServerActions(
-            check=self._check, run=self._jobs.put, write=self._files.put, stop=self._end
-        )
+            decode=self._undecoded.put, check=self._check, run=self._jobs.put,
+            write=self._files.put, stop=self._end,
+        )  # fmt: skip
         self._handlers = RequestHandlers(
             self._router, config, self._lifecycle, actions, token, log, self._log_event
         )
@@ -145,6 +151,7 @@ class Server:
         """
         self._log_event.start()
         try:
+            self._start(self._decode_requests)
             self._start(self._run_engine)
             while not self._finished():
                 self._poll_once()
@@ -160,6 +167,10 @@ class Server:
         thread = threading.Thread(target=lambda: self._run_thread(target), daemon=True)
         thread.start()
         self._threads.append(thread)  # not before: one that was not started cannot be joined
+
+    def _decode_requests(self) -> None:
+        idle = self._router.idle
+        workers.decode_requests(self._undecoded, self._emit, idle, self._token, self._log)
 
     def _run_engine(self) -> None:
         heartbeat = self._lifecycle.heartbeat
@@ -284,6 +295,7 @@ class Server:
 
     def _close(self) -> None:
         self._jobs.put(None)
+        self._undecoded.put(None)
         self._files.put(None)
         self._check(None)
         begun = time.monotonic()

@@ -25,6 +25,7 @@ from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, d
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
+from thor_dflash.serving.server.request_reader import UNEXPECTED, DecodedRequest, read_request
 from thor_dflash.serving.server.scheduler import Job, Peer
 from thor_dflash.serving.server.trace import StepTrace
 
@@ -32,7 +33,10 @@ T = TypeVar("T")
 ENGINE_NICENESS = 5
 """Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
-UNEXPECTED = "the server met an unexpected fault; its log says more"
+LEAST_BYTES = 1024
+"""What a body that waits to be decoded counts at least in its client's share, bytes."""
+WAIT_S_PER_BYTE = 0.05 / (1 << 20)
+"""Longest wait of the decode thread for an idle I/O thread, before each body."""
 FAULT = "the engine met a fault; the log of the server says more"
 """The whole message for a client: the text of a fault may name files on the server's machine."""
 
@@ -56,6 +60,29 @@ class ServerFailed:
     """The backend did not load, was lost, or a thread failed: the server must end."""
 
     error: ThorError
+
+
+@dataclass(slots=True, eq=False)
+class UndecodedRequest:
+    """A body that waits for the decode thread, or is there."""
+
+    peer: Peer
+    body: bytes
+    abandoned: bool = False
+    """Its connection is closed."""
+
+    @property
+    def size(self) -> int:
+        """The bytes it counts in its client's share."""
+        return max(LEAST_BYTES, len(self.body))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDecoded:
+    """The decode thread has read a request."""
+
+    body: UndecodedRequest
+    decoded: DecodedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +150,7 @@ WorkerEvent = (
     BackendLoaded
     | BackendReady
     | ServerFailed
+    | RequestDecoded
     | JobChecked
     | RequestDone
     | FileWritten
@@ -169,6 +197,22 @@ class Heartbeat:
     def _not_counted(self, at: float) -> float:
         since, seconds = self._excused
         return seconds if since == at else 0.0
+
+
+def decode_requests(
+    inbox: SimpleQueue[UndecodedRequest | None],
+    emit: Callable[[WorkerEvent], None],
+    idle: threading.Event,
+    token: str | None,
+    log: Log,
+) -> None:
+    """Decode requests until None arrives, each while the I/O thread is `idle`: a decode holds the
+    interpreter lock for milliseconds, and the I/O thread takes that lock again after each call of
+    libzmq.
+    """
+    while (item := inbox.get()) is not None:
+        idle.wait(len(item.body) * WAIT_S_PER_BYTE)
+        emit(RequestDecoded(item, read_request(item.body, token, log)))
 
 
 def run_checks(

@@ -14,12 +14,12 @@ SILENT_S = 5
 """A machine that does not answer for this long is treated as gone."""
 UNREAD_MS = 30_000
 """A peer that takes none of the data sent to it for this long is disconnected."""
-_EVERY_S = 1
+KEEPALIVE_EVERY_S = 1
 
 KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: _EVERY_S,
-    zmq.TCP_KEEPALIVE_INTVL: _EVERY_S,
+    zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_EVERY_S,
+    zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_EVERY_S,
     zmq.TCP_KEEPALIVE_CNT: SILENT_S - 1,
     zmq.TCP_MAXRT: UNREAD_MS,
 }

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 import zmq
 from zmq.utils import z85
@@ -21,8 +22,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.serving.transport import access, curve
-from thor_dflash.serving.transport.keepalive import KEEPALIVE
+from thor_dflash.serving.transport import access, curve, tcp_proxy
+from thor_dflash.serving.transport.tcp_proxy import TcpProxy
 
 ZAP = "inproc://zeromq.zap.01"
 BURST = 64
@@ -40,10 +41,10 @@ ROUTER_OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects with its routing id keeps that id
     zmq.LINGER: 0,
     zmq.SNDHWM: 512,  # chunks of one or two plans; a reader further behind loses text chunks
-    zmq.RCVHWM: 64,
+    # Each may have max_message bytes, for each connection. With 1, CURVE clients get no answer.
+    zmq.RCVHWM: 2,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.IMMEDIATE: 1,
-    **KEEPALIVE,
 }
 
 Sent = Literal["sent", "held", "dropped", "gone"]
@@ -84,6 +85,8 @@ class RouterSocket:
         self._held: dict[bytes, _HeldMessages] = {}
         self.last_sent = -math.inf
         """Time of the last send, monotonic, s."""
+        self.idle = threading.Event()
+        """Set while `wait` waits."""
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wake_lock = threading.RLock()
         """Guards the pipe. Reentrant: a signal handler may call `wake` while it is held."""
@@ -92,9 +95,13 @@ class RouterSocket:
         self._closed = False
         self._zap: zmq.Socket[bytes] | None = None
         self._client_keys: frozenset[bytes] = frozenset()
+        internal = f"thor-dflash-{os.getpid()}-{uuid4().hex}"
+        self._proxy = TcpProxy(internal, config.max_message, sealed=bool(config.curve))
         try:
-            self._router = self._open(config)
+            self._router = self._open(config, internal)
+            self._proxy.start()
         except BaseException:
+            self._proxy.close()
             self._context.destroy(0)
             os.close(self._wake_reader)
             os.close(self._wake_writer)
@@ -104,17 +111,25 @@ class RouterSocket:
             if source is not None:
                 self._poller.register(source, zmq.POLLIN)
 
-    def _open(self, config: ServeConfig) -> zmq.Socket[bytes]:
+    def _open(self, config: ServeConfig, internal: str) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         for option, value in ROUTER_OPTIONS.items():
             router.setsockopt(option, value)
         sealed = CURVE_OVERHEAD if config.curve else 0
         router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
-        router.ipv6 = any("[" in endpoint for endpoint in config.bind)
         if config.curve:
             self._enable_curve(router, Path(config.curve))
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self.endpoints = tuple(_bind(router, endpoint) for endpoint in config.bind)
+        self.endpoints = tuple(
+            _bind(router, e) if e.startswith("ipc://") else self._proxy.listen(e)
+            for e in config.bind
+        )
+        # Set only now: it applies to what is bound later. Others can see the name of this socket,
+        # but only this process may connect.
+        router.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
+        router.backlog = tcp_proxy.MAX_CONNECTIONS
+        router.bind(f"ipc://@{internal}")
+        self._files = tuple(map(_identity, self.endpoints))
         return router
 
     def _enable_curve(self, router: zmq.Socket[bytes], keys: Path) -> None:
@@ -137,7 +152,10 @@ class RouterSocket:
         """Wait for an event, then yield what arrived, oldest first: at most BURST messages, and
         none once the caller has spent BURST_S seconds on those before.
         """
+        self._proxy.check()
+        self.idle.set()
         self._poller.poll(max(0, round(1e3 * min(seconds, 0.02 if self._held else seconds))))
+        self.idle.clear()
         self._clear_wakeups()
         self._answer_zap()
         until = time.monotonic() + BURST_S
@@ -250,6 +268,11 @@ class RouterSocket:
         if self._closed:
             return
         self._closed = True
+        for endpoint, file in zip(self.endpoints, self._files, strict=True):
+            # libzmq leaves it. Another server may have put its own there since.
+            if file is not None and _identity(endpoint) == file:
+                with suppress(OSError):
+                    os.unlink(endpoint.removeprefix("ipc://"))
         # Linger, ms: the last answers of a drained server may still be in libzmq's queues.
         self._router.linger = 200
         self._router.disable_monitor()
@@ -257,6 +280,7 @@ class RouterSocket:
             if source is not None:
                 source.close()
         self._context.term()
+        self._proxy.close()
         with self._wake_lock:
             # Cleared before closing: a later `wake` must not write to a file that has reused the
             # descriptor.
@@ -270,6 +294,17 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1  # the connection closed after its message was read
+
+
+def _identity(endpoint: str) -> tuple[int, int] | None:
+    """What identifies the file of an ipc endpoint; None if there is none."""
+    if not endpoint.startswith("ipc://"):
+        return None
+    try:
+        found = os.lstat(endpoint.removeprefix("ipc://"))
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _bind(router: zmq.Socket[bytes], endpoint: str) -> str:

@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 import zmq
 from support.hostile_peers import attack
+from support.server_process import resident, server
 from support.soak_clients import Robot, Soak
 
 from thor_dflash.calib.studies import script
@@ -37,41 +35,10 @@ from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.server.server import serving
 from thor_dflash.serving.server.workers import lower_priority
 
-RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 PROMPT = "Bring the cup to the table, then the plate to the kitchen."
 HELDOUT = Path(__file__).parent.parent.parent / "models/planner-nano/heldout.jsonl"
 LONGEST = 512
 """Longest answer, tokens; the plans of planner-nano end by themselves before."""
-
-
-@contextmanager
-def server(*args: str) -> Iterator[tuple[str, int]]:
-    """A server process on a free port: its endpoint and process id."""
-    command = [sys.executable, "-c", RUN, "serve", "--bind", "tcp://127.0.0.1:*", *args]
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert child.stderr
-        endpoint = next(line.split()[-1] for line in child.stderr if " ready after " in line)
-        drain = threading.Thread(
-            target=lambda: [log.write(line.encode()) for line in child.stderr or ()]
-        )
-        drain.start()
-        try:
-            yield endpoint, child.pid
-        finally:
-            assert child.poll() is None, "the server ended by itself"
-            child.terminate()
-            assert child.wait(60) == 0
-            drain.join()
-            log.seek(0)
-            assert b"Traceback" not in log.read()
-
-
-def resident(pid: int) -> float:
-    """Memory of a process, MB."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in text.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
 
 
 Rows = list[tuple[str, object]]

@@ -143,6 +143,21 @@ def test_nobody_waits_for_a_sensor_that_hangs(board: Path, monkeypatch: pytest.M
     path.write_text("1")  # lets the sampling thread end
 
 
+def test_a_sensor_that_hangs_at_the_start_is_left_out_with_the_others(
+    board: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_sensors(board)
+    monkeypatch.setattr(sensors, "PATIENCE", 0.05)
+    path = board / "sys/class/hwmon/hwmon1/power1_input"
+    path.unlink()
+    os.mkfifo(path)
+    late = threading.Timer(10, path.write_text, ["1"])
+    late.start()
+    assert find_sensors(board) == []
+    late.cancel()
+    path.write_text("1")  # lets the searching thread end
+
+
 def test_a_sensor_that_hangs_does_not_keep_a_finished_process_alive(tmp_path: Path) -> None:
     pipe = tmp_path / "power"
     os.mkfifo(pipe)

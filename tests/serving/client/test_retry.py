@@ -5,8 +5,10 @@ client attempts.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ import pytest
 from msgspec import structs
 from support.waiting import PATIENCE_S
 
-from thor_dflash.core.errors import PlanError
+from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest
 from thor_dflash.serving.client.retry import GRACE_S, Attempts
 from thor_dflash.serving.protocol import messages
@@ -114,3 +116,31 @@ def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() ->
         attempts = Attempts(options, request, began=began)
         assert attempts.until == began + limit
         assert attempts.connect_by <= time.monotonic() + 60
+
+
+@pytest.mark.parametrize("op", ["drain", "shutdown"])
+def test_what_ends_a_server_is_not_sent_to_the_next_one(op: str) -> None:
+    lost = PlanError("unreachable", "the connection was lost", retryable=True)
+    with pytest.raises(PlanError):
+        Attempts(Options(), messages.Simple(op=op)).retry_delay(lost)
+    assert Attempts(Options(), messages.Simple(op="health")).retry_delay(lost) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout_s", "5"), ("timeout_s", -1.0), ("timeout_s", math.nan), ("plan_timeout_s", True),
+        ("plan_timeout_s", None), ("retries", 1.5), ("retries", -1), ("session", 7),
+        ("session", ""), ("session", "s" * 65), ("token", b"secret"), ("keys", Path("keys")),
+        ("codec", "json"), ("max_message", 1e6), ("max_message", 0),
+    ],
+)  # fmt: skip
+def test_an_option_of_a_wrong_type_or_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options(**{name: value})
+    assert f"Options.{name} must be " in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_options_that_ask_for_nothing_are_accepted() -> None:
+    Options(timeout_s=0, plan_timeout_s=math.inf, retries=0, session=None, token=None, keys="")

@@ -36,7 +36,7 @@ class Fixture:
         self.droppable: list[bool] = []
         self.lifecycle = Lifecycle(10.0, BACKEND)
         actions = ServerActions(
-            check=lambda job: None, run=lambda job: None, write=print, stop=print
+            decode=print, check=lambda job: None, run=lambda job: None, write=print, stop=print
         )
         router: Any = self
         self.handlers = RequestHandlers(

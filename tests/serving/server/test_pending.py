@@ -92,7 +92,7 @@ def test_a_request_of_a_client_that_left_is_not_begun(house: Any) -> None:
 def test_plans_are_checked_first_and_all_before_the_end() -> None:
     backend, checks = Slow(), PriorityQueue[workers.CheckItem]()
     backend.go.set()
-    asks = [job_of(peer(1), messages.PlanRequest(id=name, prompt="x"), 0.0) for name in "ab"]
+    asks = [job_of(peer(1), messages.PlanRequest(id=name, prompt="x")) for name in "ab"]
     items = [
         PendingRequest(peer(1), VALIDATE),
         asks[0],

@@ -22,8 +22,8 @@ from thor_dflash.serving.server.scheduler import Job, Peer, job_of
 
 
 def job(**fields: Any) -> Job:
-    peer = Peer([b"peer"], JSON)
-    return job_of(peer, PlanRequest(prompt="x", id="a1", **fields), time.monotonic() - 1.5)
+    peer = Peer((b"peer",), JSON, arrived=time.monotonic() - 1.5)
+    return job_of(peer, PlanRequest(prompt="x", id="a1", **fields))
 
 
 def test_a_line_has_the_tokens_and_the_end_of_a_plan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ from hypothesis import strategies as st
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
-from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler, job_of
+from thor_dflash.serving.server.scheduler import CLAIM_S, Job, Peer, Scheduler, job_of
 
 
 def job(id: str, session: str = "", at: float = 0.0, peer: bytes = b"p", **fields: Any) -> Job:
     """A plan that arrived at the time `at`, s. Its session is its id unless one is given."""
     request = messages.PlanRequest(id=id, prompt="x", session=session or id, **fields)
-    return job_of(Peer((peer, b""), JSON), request, at)
+    return job_of(Peer((peer, b""), JSON, arrived=at), request)
 
 
 def urgent(id: str, session: str = "", priority: int = 8) -> Job:
@@ -27,7 +28,7 @@ def urgent(id: str, session: str = "", priority: int = 8) -> Job:
 
 def put(id: str) -> Job:
     request = messages.PrefixPut(id=id, prefix_id=id, system="x")
-    return job_of(Peer((b"p", b""), JSON), request, 0.0)
+    return job_of(Peer((b"p", b""), JSON), request)
 
 
 def accept(scheduler: Scheduler, one: Job) -> list[tuple[str, str]]:
@@ -295,3 +296,70 @@ def test_every_job_leaves_once_and_no_more_wait_than_may(
         assert len(settled) <= 4, "one runs and three wait, whoever displaced whom"
     left += [one.request.id for one in scheduler.jobs()]
     assert len(left) == len(set(left)) == taken
+
+
+# --- a share for each client
+
+
+def tries(greedy_priority: int, other_priority: int, places: int = 5) -> tuple[int, int]:
+    """One client asks for more plans than there are places, each in a session of its own; another
+    asks for one at a time. How often the other got a place, and how often it was busy.
+    """
+    scheduler, got = Scheduler(places - 1), {"other": 0, "busy": 0}
+
+    def offer(one: Job) -> bool:
+        with suppress(PlanError):
+            queue(scheduler, one)
+        return one in scheduler.jobs()
+
+    for turn in range(26):
+        for n in range(places):
+            offer(job(f"g{turn}.{n}", at=turn, peer=b"greedy", priority=greedy_priority))
+        if not any(one.peer.routing == b"other" for one in scheduler.jobs()):
+            done = offer(job(f"o{turn}", at=turn, peer=b"other", priority=other_priority))
+            got["other" if done else "busy"] += 1
+        assert run(scheduler) is not None
+        assert scheduler.running
+        scheduler.remove(scheduler.running)
+    return got["other"], got["busy"]
+
+
+@pytest.mark.parametrize("priority", [5, 9])
+def test_a_client_with_many_sessions_does_not_keep_out_an_equally_urgent_one(priority: int) -> None:
+    served, busy = tries(priority, priority)
+    assert busy == 1, "before it, nobody had been refused"
+    assert served >= 8
+
+
+def test_urgency_goes_before_shares() -> None:
+    served, busy = tries(9, 5)
+    assert busy > served
+
+
+def test_every_place_may_be_taken_while_nobody_is_refused() -> None:
+    scheduler = Scheduler(3)
+    queue(scheduler, *(job(f"{n}", peer=b"a") for n in range(4)))
+    assert len(scheduler) == 4
+
+
+def test_a_share_is_left_to_those_alone_who_may_come_back() -> None:
+    for leave in (True, False):
+        scheduler = Scheduler(3)
+        queue(scheduler, *(job(f"{n}", peer=b"a") for n in range(4)))
+        refused(scheduler, job("o", peer=b"b"))
+        if leave:
+            scheduler.forget(lambda peer: peer.routing == b"b")
+        scheduler.remove(scheduler.jobs()[0])
+        late = job("late", peer=b"a", at=0.0 if leave else CLAIM_S + 1)
+        queue(scheduler, late)
+        assert late in scheduler.jobs()
+
+
+def test_a_newer_plan_of_a_session_needs_no_further_share() -> None:
+    scheduler = Scheduler(1)
+    queue(scheduler, job("a", "s", peer=b"a"), job("b", peer=b"a"))
+    refused(scheduler, job("o", peer=b"b"))
+    scheduler.remove(scheduler.jobs()[1])
+    assert queue(scheduler, job("c", "s", peer=b"a")) == [("a", "preempted")]
+    refused(scheduler, job("d", peer=b"a"))
+    queue(scheduler, job("o", peer=b"b"))

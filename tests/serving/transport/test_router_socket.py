@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,15 @@ def test_messages_that_take_long_leave_other_work_its_turn(
             spent[0] += 0.6 * router_socket.BURST_S
             time.sleep(0.02)  # all the others have come by then
     assert max(turns) <= 2
+
+
+def test_its_ipc_file_ends_with_it_and_that_of_another_stays(tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    for replaced in (False, True):
+        router = RouterSocket(ServeConfig(bind=(f"ipc://{path}",)))
+        assert path.is_socket()
+        if replaced:  # by a server that began meanwhile
+            path.unlink()
+            path.touch()
+        router.close()
+        assert path.exists() == replaced

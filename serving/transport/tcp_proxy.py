@@ -1,0 +1,304 @@
+"""A proxy between TCP clients and the ROUTER, for the two limits that libzmq lacks: the frames of a
+message (see zmtp_limits.py) and the bytes that a connection sends per second. A client that sends
+more waits, while others are served. Clients on ipc are this user's own processes and need neither.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.transport.keepalive import KEEPALIVE_EVERY_S, SILENT_S, UNREAD_MS
+from thor_dflash.serving.transport.zmtp_limits import FrameLimits
+
+MAX_CONNECTIONS = 256
+"""More are closed at once. Each takes three descriptors; most systems allow a process 1024."""
+PIECE = 1 << 16
+"""Most bytes read at a time."""
+TURN = 8
+"""Most events handled before others are looked for: a client that sends little need not wait for
+all those that send much."""
+BURST_S = 1.0
+"""A connection may send max_message bytes a second, and so many seconds' worth of them at once."""
+SPARE = 16
+"""All together may send so many times that rate beyond their own."""
+RETRY_S = 1.0
+"""Pause of a listener that cannot accept: no descriptor is left."""
+CLOSING_S = 0.5
+"""Longest time that closing gives to the last answers."""
+
+
+class _Side:
+    """One socket of a connection, and what is to be written to it."""
+
+    def __init__(self, stream: socket.socket, limits: FrameLimits | None, *, paced: bool) -> None:
+        self.socket = stream
+        self.paced = paced
+        """Whether the rate at which it sends is limited."""
+        self.limits = limits
+        """What it may send; None: anything."""
+        self.pending = memoryview(b"")
+        self.ended = False
+        """It has sent everything."""
+        self.paused = False
+        self.paid_until = 0.0
+        """When it has sent no more than its rate, monotonic, s."""
+        self.mask = 0
+        """The events it is registered for."""
+        self.peer = self
+        """The other side."""
+
+
+class TcpProxy:
+    """Listens, and runs on a thread of its own until it is closed."""
+
+    def __init__(self, connect_to: str, max_message: int, *, sealed: bool) -> None:
+        """`connect_to` is the ROUTER's abstract Unix socket, without its leading NUL. Frames of a
+        `sealed` (encrypted) connection cannot be seen.
+        """
+        self._address = "\0" + connect_to
+        self._max_message = max_message
+        self._sealed = sealed
+        self._epoll = select.epoll()
+        self._listeners: dict[int, socket.socket] = {}
+        self._sides: dict[int, _Side] = {}
+        self._resume: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._closing = False
+        self._spare_until = 0.0
+        """As `paid_until` of a side, for what connections send beyond their rates."""
+        self._fault: BaseException | None = None
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._epoll.register(self._wake_reader, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="tcp proxy", daemon=True)
+
+    def listen(self, endpoint: str) -> str:
+        """Listen on a tcp endpoint; return it with its actual port.
+
+        Raises:
+            ConfigError: the address is not one of this machine, or taken.
+        """
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        six = "[" in host
+        stream = socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if six:
+                stream.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            name = host.strip("[]")
+            found = socket.getaddrinfo(
+                None if name == "*" else name, 0 if port == "*" else int(port), stream.family,
+                socket.SOCK_STREAM, flags=socket.AI_PASSIVE,
+            )  # fmt: skip
+            stream.bind(found[0][4])
+            stream.listen(MAX_CONNECTIONS)
+            stream.setblocking(False)
+        except (OSError, UnicodeError) as e:
+            stream.close()
+            why = getattr(e, "strerror", None) or str(e)
+            raise ConfigError(
+                f"serve.bind must be a free address of this machine (got {endpoint}: {why})"
+            ) from e
+        self._listeners[stream.fileno()] = stream
+        self._epoll.register(stream, select.EPOLLIN)
+        host, port = stream.getsockname()[:2]
+        return f"tcp://[{host}]:{port}" if six else f"tcp://{host}:{port}"
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Pass on what the ROUTER has sent, then close every socket. Idempotent."""
+        if self._wake_writer < 0:
+            return
+        self._closing = True
+        os.close(self._wake_writer)  # the reader's end wakes the thread
+        self._wake_writer = -1
+        if self._thread.ident is None:
+            self._end()
+        else:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._fault is not None:
+            raise RuntimeError("the proxy of the tcp endpoints has failed") from self._fault
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._once()
+            self._epoll.unregister(self._wake_reader)
+            for fd in self._listeners:
+                with suppress(FileNotFoundError):  # it is paused
+                    self._epoll.unregister(fd)
+            until = time.monotonic() + CLOSING_S
+            while self._sides and time.monotonic() < until:
+                self._once()
+        except BaseException as e:
+            self._fault = e
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for side in list(self._sides.values()):
+            side.socket.close()
+        for listener in self._listeners.values():
+            listener.close()
+        self._epoll.close()
+        os.close(self._wake_reader)
+
+    def _once(self) -> None:
+        now = time.monotonic()
+        while self._resume and self._resume[0][0] <= now:
+            heapq.heappop(self._resume)[2]()
+        longest = CLOSING_S / 10 if self._closing else -1.0
+        timeout = max(0.001, self._resume[0][0] - now) if self._resume else longest
+        ready = self._epoll.poll(timeout)
+        for fd, events in ready if len(ready) <= TURN else self._least_first(ready):
+            if fd in self._listeners:
+                self._accept(self._listeners[fd])
+            elif fd in self._sides:  # not closed by an earlier event
+                self._step(self._sides[fd], events)
+
+    def _least_first(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The events to handle before others are looked for: of answers first, and of those who
+        sent least.
+        """
+
+        def sent(event: tuple[int, int]) -> float:
+            side = self._sides.get(event[0])
+            return side.paid_until if side else 0.0
+
+        return heapq.nsmallest(TURN, ready, sent)
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        at = time.monotonic() + seconds
+        heapq.heappush(self._resume, (at, next(self._order), work))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client = listener.accept()[0]
+        except (BlockingIOError, ConnectionError):
+            return  # it left already
+        except OSError:
+            self._epoll.unregister(listener)
+            self._later(RETRY_S, lambda: self._epoll.register(listener, select.EPOLLIN))
+            return
+        if len(self._sides) >= 2 * MAX_CONNECTIONS:
+            client.close()
+            return
+        try:
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            client.close()
+            return
+        try:
+            client.setblocking(False)
+            _keep_alive(client)
+            server.setblocking(False)
+            server.connect(self._address)
+        except OSError:  # the client has left, or the ROUTER is closing
+            client.close()
+            server.close()
+            return
+        limits = None if self._sealed else FrameLimits(self._max_message)
+        sides = _Side(client, limits, paced=True), _Side(server, None, paced=False)
+        for side, other in zip(sides, reversed(sides), strict=True):
+            side.peer = other
+            self._sides[side.socket.fileno()] = side
+            self._watch(side)
+
+    def _step(self, side: _Side, events: int) -> None:
+        try:
+            if side.pending and events & ~select.EPOLLIN:
+                side.pending = side.pending[side.socket.send(side.pending) :]
+            if not side.ended and not side.peer.pending and events & ~select.EPOLLOUT:
+                self._read(side)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(side)
+            return
+        if side.socket.fileno() < 0:
+            return
+        for one in (side, side.peer):
+            if one.ended and not one.peer.pending:
+                self._drop(side)
+                return
+        self._watch(side)
+        self._watch(side.peer)
+
+    def _read(self, side: _Side) -> None:
+        data = side.socket.recv(PIECE)
+        if not data:
+            side.ended = True
+            return
+        if side.limits is not None and not side.limits.allows(data):
+            self._drop(side)
+            return
+        peer = side.peer
+        try:
+            sent = peer.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            peer.pending = memoryview(data)[sent:]
+        if side.paced:
+            self._pace(side, len(data))
+
+    def _pace(self, side: _Side, size: int) -> None:
+        now, seconds = time.monotonic(), size / self._max_message
+        side.paid_until = max(side.paid_until, now - BURST_S) + seconds
+        if side.paid_until <= now:
+            return
+        self._spare_until = max(self._spare_until, now - BURST_S) + seconds / SPARE
+        if self._spare_until <= now:
+            side.paid_until = now
+            return
+        side.paused = True
+        self._later(side.paid_until - now, lambda: self._go_on(side))
+
+    def _go_on(self, side: _Side) -> None:
+        side.paused = False
+        if side.socket.fileno() >= 0:
+            self._watch(side)
+
+    def _watch(self, side: _Side) -> None:
+        reads = not (side.ended or side.paused or side.peer.pending)
+        mask = select.EPOLLIN * reads | select.EPOLLOUT * bool(side.pending)
+        if mask == side.mask:
+            return
+        # Without any event it is not registered: the end of a connection is always reported.
+        if not side.mask:
+            self._epoll.register(side.socket, mask)
+        elif mask:
+            self._epoll.modify(side.socket, mask)
+        else:
+            self._epoll.unregister(side.socket)
+        side.mask = mask
+
+    def _drop(self, side: _Side) -> None:
+        for one in (side, side.peer):
+            self._sides.pop(one.socket.fileno(), None)
+            one.socket.close()  # epoll forgets it
+
+
+def _keep_alive(client: socket.socket) -> None:
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_EVERY_S)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S - 1)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)

@@ -1,0 +1,96 @@
+"""Requests that the decode thread reads: what a client sends afterwards does not overtake them, and
+their time counts from their arrival. And floods of them, in short: `support/flood.py` measures at
+length.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from support import flood
+from support.flood_peers import BODIES, FRAMES
+from support.waiting import PATIENCE_S, until
+
+from thor_dflash.serving.server import workers
+from thor_dflash.serving.server.decode_queue import MAX_INLINE
+
+LONG = "x" * 2 * MAX_INLINE
+
+
+def test_a_cancel_does_not_overtake_its_long_plan(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(op="plan", id="p", prompt=LONG)
+    peer.send(op="cancel", id="c", target="p")
+    held.let()
+    answers = {reply["id"]: reply for reply in (peer.receive() for _ in range(2))}
+    assert answers["c"]["cancelled"] is True
+    assert answers["p"]["code"] == "cancelled"
+
+
+def test_a_shorter_plan_does_not_overtake_the_older_long_one(house: Any) -> None:
+    server, held = house.held()
+    peer = house.peer(server)
+    peer.send(op="plan", id="old", prompt=LONG, session="s")
+    peer.send(op="plan", id="new", prompt="x", session="s")
+    watch = house.peer(server)
+    # The older one may be displaced while it waits, or once it runs.
+    until(lambda: peer.socket.poll(0) or watch.ask(op="health", id="h")["waiting"] == 1)
+    held.let()
+    answers = {reply["id"]: reply for reply in (peer.receive() for _ in range(2))}
+    assert answers["old"].get("code") == "preempted"
+    assert answers["new"]["type"] == "result"
+
+
+def test_a_deadline_counts_from_the_arrival(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = workers.read_request
+    wait_s = 0.3
+
+    def slow(*args: Any) -> Any:
+        time.sleep(wait_s)
+        return read(*args)
+
+    monkeypatch.setattr(workers, "read_request", slow)
+    peer = house.peer(house.mock())
+    timings = peer.ask(op="plan", id="p", prompt=LONG)["timings"]
+    assert timings["queue_ms"] >= 1e3 * wait_s
+    assert peer.ask(op="plan", id="q", prompt=LONG, deadline_ms=100)["code"] == "deadline"
+
+
+def test_nothing_is_done_for_a_connection_that_closed(
+    house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, server = workers.read_request, house.mock()
+    monkeypatch.setattr(workers, "read_request", lambda *a: time.sleep(0.3) or read(*a))
+    peer, other = house.peer(server), house.peer(server)
+    peer.send(op="plan", id="p", prompt=LONG)
+    time.sleep(0.1)  # it has arrived; if not yet, this tests nothing
+    peer.close()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        assert other.ask(op="ping", id="i")["status"] == "ok"
+    assert "plan" not in other.ask(op="stats", id="s")["requests"]
+
+
+@pytest.mark.parametrize("kind", ["numbers", FRAMES])
+def test_a_flood_disturbs_nobody_for_long(kind: str) -> None:
+    found = flood.measure(kind, clients=8, seconds=0.7)
+    assert found.sent
+    assert found.acks
+    # Where literals were decoded on the I/O thread, and frames kept, these were seconds and GB.
+    assert max(found.control) < 1000
+    assert found.memory < flood.MEMORY_MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*BODIES, FRAMES])
+def test_forty_clients_cannot_take_the_server_from_others(kind: str) -> None:
+    found = flood.measure(kind, clients=40, seconds=5.0)
+    assert found.acks
+    assert flood.p99(found.control) < flood.CONTROL_MS
+    assert max(found.stops) < flood.CONTROL_MS + found.bound
+    assert flood.p99(found.after) < flood.CONTROL_MS
+    assert found.memory < flood.MEMORY_MB
+    assert max(found.control) < PATIENCE_S
