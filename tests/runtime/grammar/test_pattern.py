@@ -15,7 +15,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
 
-FEW = [*"\b\t\n\v\x1b\x7f\x85", *map(chr, range(0x20, 0x41)), *"AZ[]^_`az{|}~\\\xa0é\u2028\ufeff😀"]
+FEW = [*"\b\t\n\v\x1b\x7f\x85", *' !"#&-./09:@', *"AZ[]^_`az{|}~\\\xa0é\u2028\ufeff😀"]
 CHARS = [chr(code) for code in range(0x180)]
 CHARS += "\u1680\u180e\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u3000\u212a\ufeff\uffff"
 CHARS += "\U0001f600\U0010ffff"
