@@ -182,6 +182,19 @@ def test_every_error_of_a_server_has_an_exit_status(
     assert capsys.readouterr().out == ""
 
 
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_under_stderr_takes_no_plan_away(
+    house: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert run_plan("Bring it.", "--server", house.mock().endpoints[0]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(PLAN)
+
+
 def test_the_page_on_exit_status_has_every_one() -> None:
     page = Path(__file__).parents[3] / "docs/reference/exit-status.md"
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page.read_text(), re.M)

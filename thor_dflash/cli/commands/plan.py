@@ -8,13 +8,14 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from thor_dflash.cli import exit_status
 from thor_dflash.cli.commands.generate import Printer
 from thor_dflash.cli.input_files import read_chat, read_prompt, read_schema
 from thor_dflash.config.tree import Config
+from thor_dflash.core.message_text import visible
 from thor_dflash.core.plan_table import TableConsole, plan_panel
 from thor_dflash.core.progress import Progress, ProgressTask, print_line
 from thor_dflash.runtime.text.thinking import TextPiece
@@ -93,7 +94,7 @@ class _Display:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._printer.close()
+        self._end_line()
         self._open.__exit__(*error)
 
     def follow(self, events: Iterator[Event]) -> Result:
@@ -104,7 +105,7 @@ class _Display:
             if not isinstance(event, Chunk):
                 return event
             if event.seq - number > self._lost and self._phase == "thinking":
-                self._printer.show([TextPiece(GAP, thinking=True)])
+                self._think(GAP)
             self._lost = event.seq - number
             self._show(event)
         raise AssertionError("a stream ends with its result")
@@ -113,7 +114,7 @@ class _Display:
         if chunk.kind == "thinking" and chunk.text:
             if self._phase != "thinking":
                 self._begin("thinking")
-            self._printer.show([TextPiece(chunk.text, thinking=True)])
+            self._think(chunk.text)
         elif chunk.phase == "prefill" and self._phase != "prefill":
             self._begin("prefill", "reading the prompt")
         elif chunk.kind == "text" and self._phase != "answer":
@@ -125,11 +126,19 @@ class _Display:
             self._tokens[reading] = chunk.tokens
 
     def _begin(self, phase: str, label: str = "") -> None:
-        self._printer.close()
+        self._end_line()
         self._open.close()
         self._phase, self._task = phase, None
         if label:
             self._task = self._open.enter_context(self._progress.task(label, None, "tokens"))
+
+    def _think(self, text: str) -> None:
+        with suppress(OSError):  # as in print_line: the plan goes on without its thinking
+            self._printer.show([TextPiece(text, thinking=True)])
+
+    def _end_line(self) -> None:
+        with suppress(OSError):
+            self._printer.close()
 
 
 def _status(result: Result) -> int:
@@ -144,7 +153,7 @@ def _print(result: Result, status: int) -> None:
     """
     text = result.text or ""
     if result.plan is None or status == exit_status.WRONG:
-        print_line(sys.stderr, text)
+        print_line(sys.stderr, visible(text, keep="\n\t") if sys.stderr.isatty() else text)
     elif sys.stdout.isatty():
         text = json.dumps(result.plan, indent=2, ensure_ascii=False)
         TableConsole(sys.stdout).print(plan_panel(result.plan, text, *STATES[status]))
