@@ -77,6 +77,11 @@ class Tokenizer:
         )
 
     @property
+    def options(self) -> frozenset[str]:
+        """Variables of the chat template that a request may set."""
+        return self._template.variables & OPTIONS
+
+    @property
     def chats(self) -> bool:
         """Whether there is a chat template."""
         return self._template.given
@@ -169,7 +174,7 @@ class Tokenizer:
         """
         for name in options:
             if name not in self._template.variables:
-                known = ", ".join(sorted(self._template.variables & OPTIONS)) or "none"
+                known = ", ".join(sorted(self.options)) or "none"
                 raise RequestError(
                     f"chat_template_kwargs must have names that the template reads: {known} "
                     f"(got {show(name)})"

@@ -18,13 +18,18 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Request
 
 
-def request_of(*overrides: str, messages: list[dict[str, str]] | None = None) -> Request:
+def request_of(
+    *overrides: str, messages: list[dict[str, str]] | None = None, reads: tuple[str, ...] = ()
+) -> Request:
     """Returns the request for a package with a drafter. Its stand-in of a chat template renders "t"
-    with thinking and "f" without.
+    with thinking and "f" without, and then the options, of which it reads some.
     """
     text = SimpleNamespace(
         marks=None,
-        render=lambda messages, thinking: "t" if thinking else "f",
+        options=frozenset(reads),
+        render=lambda messages, thinking, options: (
+            "ft"[thinking] + "".join(map(str, options.values()))
+        ),
         encode=lambda text: [ord(character) for character in text],
     )
     session: Any = SimpleNamespace(
@@ -70,11 +75,36 @@ def test_no_effort_opens_no_thinking_unless_tokens_of_it_are_granted(
     assert request.prompt == (ord("t" if thinks else "f"),)
 
 
+CHAT = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("effort", "value"), [("minimal", "low"), ("medium", "medium"), ("max", "xhigh")]
+)
+def test_an_effort_is_for_the_template_if_that_reads_one(effort: str, value: str) -> None:
+    given = f"decode.budget.effort={effort}"
+    request = request_of(given, messages=CHAT, reads=("reasoning_effort",))
+    assert request.prompt == tuple(map(ord, f"t{value}"))
+    assert request.budget == NO_BUDGET, "the model limits itself"
+    request = request_of(given, messages=CHAT)
+    assert (request.prompt, request.budget.effort) == ((ord("t"),), effort)
+
+
+def test_past_thinking_is_preserved_if_the_template_can() -> None:
+    reads = ("preserve_thinking",)
+    for value, option in (("auto", ""), ("on", "True"), ("off", "False")):
+        request = request_of(f"decode.preserve_thinking={value}", messages=CHAT, reads=reads)
+        assert request.prompt == tuple(map(ord, f"t{option}"))
+    with pytest.raises(RequestError, match=r"^decode.preserve_thinking must be auto.*\(got on\)"):
+        request_of("decode.preserve_thinking=on", messages=CHAT)
+
+
 def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() -> None:
     least, limit = 100, 100
     text = SimpleNamespace(
         marks=None,
-        render=lambda messages, thinking: "x" * 900,
+        options=frozenset(),
+        render=lambda messages, thinking, options: "x" * 900,
         least=lambda text: least,
         encode=lambda text: [1] * limit,
     )

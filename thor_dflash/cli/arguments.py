@@ -91,9 +91,9 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _add(source, "--tokens FILE.json", "the prompt as a JSON list of token ids")
     _add(sub, "--schema FILE.json", "JSON schema that the answer after the thinking must obey")
     _settings(
-        sub, "decode.drafter", "decode.max_tokens", "decode.thinking", "decode.ignore_eos",
-        "decode.budget.tokens", "decode.budget.close", "decode.budget.effort", "decode.accept",
-        "decode.gate", "engine.block",
+        sub, "decode.drafter", "decode.max_tokens", "decode.thinking", "decode.preserve_thinking",
+        "decode.ignore_eos", "decode.budget.tokens", "decode.budget.close", "decode.budget.effort",
+        "decode.accept", "decode.gate", "engine.block",
     )  # fmt: skip
     _add(sub, "--json", "print one JSON object instead of the text")
 

@@ -69,8 +69,10 @@ def check_options(args: Namespace) -> None:
         ConfigError: there is one.
     """
     given = vars(args)
-    if given.get("tokens") and args.command != "score" and "decode.thinking" in given_keys(args):
-        raise ConfigError("--thinking must go with --prompt or --messages (got --tokens)")
+    for name in ("thinking", "preserve_thinking"):
+        if given.get("tokens") and args.command != "score" and f"decode.{name}" in given_keys(args):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} must go with --prompt or --messages (got --tokens)")
     for one, *others in EXCLUSIVE.get(args.command, ()):
         for other in others:
             if _given(args, one) and _given(args, other):

@@ -17,6 +17,7 @@ from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session import Request, Session
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 PLACES = 5
 """Most places of a schema that notes name; a schema of no bounds has hundreds."""
@@ -38,7 +39,7 @@ class PromptOptions:
             RequestError: the package cannot answer it, or the schema cannot be compiled.
         """
         prompt = (
-            _render(self.messages, session, _thinks(config.decode))
+            _render(self.messages, session, config.decode)
             if self.tokens is None
             else in_vocabulary(self.tokens, session.manifest.target.vocab)
         )
@@ -143,12 +144,13 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
     return read_chat(args.messages) if args.messages else None
 
 
-def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ...]:
+def _render(messages: object, session: Session, decode: DecodeConfig) -> tuple[int, ...]:
     if session.tokenizer is None:
         raise RequestError(
             "the prompt must be given as --tokens (got a package without a tokenizer)"
         )
-    text, limit = session.tokenizer.render(messages, thinking), session.model.limit
+    options, limit = _options(decode, session.tokenizer), session.model.limit
+    text = session.tokenizer.render(messages, _thinks(decode), options=options)
     # Do not encode a long text, which may take minutes, if its lower bound is already too long.
     if len(text) > limit and (least := session.tokenizer.least(text)) > limit:
         raise RequestError(
@@ -156,6 +158,30 @@ def _render(messages: object, session: Session, thinking: bool) -> tuple[int, ..
             f"one block (got {least} or more)"
         )
     return tuple(session.tokenizer.encode(text))
+
+
+def _options(decode: DecodeConfig, text: Tokenizer) -> dict[str, object]:
+    """Variables of the chat template that the configuration sets."""
+    options: dict[str, object] = {}
+    if decode.preserve_thinking != "auto":
+        if "preserve_thinking" not in text.options:
+            raise RequestError(
+                "decode.preserve_thinking must be auto, the chat template does not read it "
+                f"(got {decode.preserve_thinking})"
+            )
+        options["preserve_thinking"] = decode.preserve_thinking == "on"
+    if effort := _template_effort(decode, text):
+        options["reasoning_effort"] = effort
+    return options
+
+
+def _template_effort(decode: DecodeConfig, text: Tokenizer | None) -> str | None:
+    """The effort as the chat template has it, if it reads one and one is given."""
+    from thor_dflash.runtime.policies.effort import TEMPLATE_EFFORTS
+
+    if text is None or "reasoning_effort" not in text.options:
+        return None
+    return TEMPLATE_EFFORTS.get(decode.budget.effort)
 
 
 def _thinks(decode: DecodeConfig) -> bool:
@@ -176,13 +202,16 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
     thinks = tokenizer is not None and open_at_end(tokenizer, prompt)
     # Only the context limits thinking that has no budget.
     context = session.model.limit - len(prompt) if thinks else 0
+    budget = config.decode.budget
+    if _template_effort(config.decode, tokenizer):
+        budget = replace(budget, effort="")
     return Request(
         prompt=prompt,
         max_tokens=max(answer, context),
         max_answer=answer,
         stop=frozenset(stop),
         drafter="dflash" if has and drafter != "none" else "none",
-        budget=config.decode.budget,
+        budget=budget,
         relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
         gate=config.decode.gate == "on",
         draft=config.decode.draft,

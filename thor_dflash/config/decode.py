@@ -20,8 +20,9 @@ class BudgetConfig:
     tokens: Annotated[int, Meta(ge=-1, le=LARGEST)] = -1
     """Thinking tokens before thinking is closed; -1: no budget, unless `effort` names one."""
     effort: Effort = ""
-    """Thinking budget by name, from the package's model card; `none` means no thinking. `tokens`
-    takes precedence."""
+    """Thinking by name; `none` means none. If the chat template reads `reasoning_effort`, as
+    Qwen3.8's does, the name is for the template (minimal and low: low, medium, above: xhigh); else
+    it is a budget from the package's model card, over which `tokens` takes precedence."""
     close: Literal["hard", "soft"] = "hard"
     """How thinking is closed; hard: at the budget and not before, soft: also in the last part of
     the budget, at a row where the target nearly chooses to close it."""
@@ -124,6 +125,9 @@ class DecodeConfig:
     """Longest answer, thinking not counted, tokens."""
     thinking: Literal["on", "off"] = "on"
     """Whether the model thinks before it answers."""
+    preserve_thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether the thinking of past turns stays in the prompt, if the chat template reads
+    `preserve_thinking`; auto: as the template has it, Qwen3.8's keeps it and 3.6's does not."""
     ignore_eos: bool = False
     """Go on past the stop tokens, up to `max_tokens`, for measurements."""
     accept: Literal["strict", "relaxed"] = "strict"

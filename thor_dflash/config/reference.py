@@ -24,6 +24,7 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "decode.drafter": ("--drafter", ""),
     "decode.max_tokens": ("--max-tokens", "N"),
     "decode.thinking": ("--thinking", ""),
+    "decode.preserve_thinking": ("--preserve-thinking", ""),
     "decode.ignore_eos": ("--ignore-eos", ""),
     "decode.accept": ("--accept", ""),
     "decode.gate": ("--gate", ""),
