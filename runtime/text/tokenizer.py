@@ -64,6 +64,11 @@ class Tokenizer:
         return Marks(self.think, self.end_think)
 
     @property
+    def takes_tools(self) -> bool:
+        """Whether chats may have tools."""
+        return self.call_marks is not None and "tools" in self._template.variables
+
+    @property
     def call_marks(self) -> tuple[int, int] | None:
         """The ids that open and close a tool call, or None if one of them is missing."""
         opening, closing = map(self._tokenizer.token_to_id, TOOL_MARKS[:2])

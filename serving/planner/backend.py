@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from thor_dflash.runtime.text.tool_calls import Tool
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
@@ -32,6 +33,8 @@ class Prepared:
     """Whether the prompt opens the thinking block."""
     checker: SchemaValidator | None
     """Validates the plan against its schema, if it has one."""
+    tools: tuple[Tool, ...] = ()
+    """Those that the answer may call."""
     admitted: Admitted | None
     """The request as the session has admitted it; None without a session."""
     grammar_ms: float
@@ -108,8 +111,10 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
-        """Check a request that has `left_ms` until its deadline.
+    def prepare(
+        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+    ) -> Prepared:
+        """Check a request that has `left_ms` until its deadline, from the client `scope`.
 
         Raises:
             PlanError: the request cannot be served.

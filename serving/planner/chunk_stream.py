@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from thor_dflash.runtime.text.thinking import TextPiece
+from thor_dflash.runtime.text.tool_calls import CallPiece
 from thor_dflash.serving.planner.partial_json import StepStream
 from thor_dflash.serving.protocol import messages
 
@@ -27,12 +28,15 @@ class ChunkWriter:
             return []
         return [messages.Chunk(kind="progress", phase="prefill", tokens=tokens)]
 
-    def cycle(self, pieces: Iterable[TextPiece], tokens: int) -> list[messages.Chunk]:
+    def cycle(
+        self, pieces: Iterable[TextPiece], tokens: int, calls: Iterable[CallPiece] = ()
+    ) -> list[messages.Chunk]:
         """Return the chunks for the pieces of one cycle; `tokens` is the total committed so far."""
         if not (self._text or self._progress or self._steps):
             return []
         pieces = list(pieces)
         chunks = [chunk for piece in pieces for chunk in self._piece(piece)]
+        chunks += [messages.Chunk(kind="call", call=_delta(call)) for call in calls]
         if self._progress and pieces:
             phase: messages.Phase = "thinking" if pieces[-1].thinking else "answer"
             chunks.append(messages.Chunk(kind="progress", phase=phase, tokens=tokens))
@@ -56,3 +60,9 @@ class ChunkWriter:
                 chunks.append(messages.Chunk(kind="step", step=step, index=self._index))
                 self._index += 1
         return chunks
+
+
+def _delta(piece: CallPiece) -> messages.CallDelta:
+    return messages.CallDelta(
+        index=piece.index, name=piece.name, arguments=piece.arguments, done=piece.done
+    )

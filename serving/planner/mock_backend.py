@@ -1,10 +1,12 @@
 """A backend without a model, for testing clients of the server: `serve --mock`.
 
-It answers every request with the same plan. A word is a token, and a cycle commits four tokens.
+It answers every request with the same plan or, if there are tools, with a call of the first one. A
+word is a token, and a cycle commits four tokens.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,12 +15,16 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.results import Speculation, Timings, Usage, rate
+from thor_dflash.runtime.decoding.telemetry import NO_REUSE
+from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.text.thinking import TextPiece
+from thor_dflash.runtime.text.tool_calls import CallPiece, JsonType, Tool, ToolCallParser
 from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, StopReason
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
+from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
@@ -29,6 +35,8 @@ PLAN = (
     '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
     '], "needs_clarification": null}'
 )
+MARKS = (0xE000, 0xE001)
+"""Characters, of the private use area, that stand for the marks around a tool call."""
 PER_CYCLE = 4
 CHUNK = 64
 CONTEXT = 8192
@@ -69,6 +77,39 @@ def _checker(schema: Mapping[str, Any]) -> SchemaValidator:
     return checker
 
 
+def _callable(ask: messages.PlanRequest, use: ToolUse) -> tuple[Tool, ...]:
+    """The tools that the mock calls: none after it got a result, unless a call is demanded."""
+    answered = ask.messages is not None and ask.messages[-1].role == "tool"
+    if use.choice == "none" or (use.choice == "auto" and answered):
+        return ()
+    return tuple(tool for tool in use.tools if not use.only or tool.name in use.only)
+
+
+def _call(tool: Tool) -> str:
+    """A call with the arguments that must be there."""
+    properties = tool.parameters.get("properties", {})
+    given = "".join(
+        f"<parameter={key}>\n{_value(properties.get(key, {}), tool.types(key))}\n</parameter>\n"
+        for key in tool.parameters.get("required", ())
+    )
+    return f"{chr(MARKS[0])}\n<function={tool.name}>\n{given}</function>\n{chr(MARKS[1])}"
+
+
+def _value(schema: Mapping[str, Any], types: frozenset[JsonType]) -> str:
+    if "enum" in schema:
+        first = schema["enum"][0]
+        return first if isinstance(first, str) else json.dumps(first)
+    plain: dict[JsonType, str] = {
+        "string": "mock", "integer": "1", "number": "1.5", "boolean": "true", "array": "[]",
+        "object": "{}", "null": "null",
+    }  # fmt: skip
+    return next(text for kind, text in plain.items() if kind in types)
+
+
+def _character(token: int) -> bytes:
+    return chr(token).encode()
+
+
 class MockBackend:
     """See backend.Backend."""
 
@@ -105,6 +146,7 @@ class MockBackend:
                 "json_schema",
                 "thinking_budget",
                 "relaxed_thinking",
+                "tools",
             ),
         )
 
@@ -115,8 +157,11 @@ class MockBackend:
     def warm(self) -> None:
         pass
 
-    def prepare(self, ask: messages.PlanRequest, left_ms: float | None) -> Prepared:
+    def prepare(
+        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+    ) -> Prepared:
         validation.check_values(ask)
+        use = tool_use(ask, self.config.tools)
         schema = validation.schema_of(ask)
         tokens = _tokens(ask)
         self._check_prefix(name := ask.prefix_id)
@@ -132,6 +177,7 @@ class MockBackend:
             budget=budget,
             thinks=budget > 0,
             checker=None if schema is None else _checker(schema),
+            tools=() if use is None else _callable(ask, use),
             admitted=None,
             grammar_ms=0.0,
             min_ms=self._rates.min_ms(tokens, max_tokens, whole=ask.on_deadline == "error"),
@@ -192,12 +238,13 @@ class MockPlanRun:
 
     def __init__(self, prepared: Prepared, rates: LatencyModel, cycle_s: float) -> None:
         thought = words(THINKING)[: prepared.budget]
-        answer = words(PLAN)
+        answer = words(_call(prepared.tools[0]) if prepared.tools else PLAN)
         self._prepared = prepared
         self._rates = rates
         self._cycle_s = cycle_s
         self._script = [TextPiece(w, thinking=True) for w in thought]
         self._script += [TextPiece(w, thinking=False) for w in answer[: prepared.max_tokens]]
+        self._calls = ToolCallParser({t.name: t for t in prepared.tools}, MARKS, _character)
         self._cut = len(answer) > prepared.max_tokens
         self._thought = len(thought)
         self._writer = ChunkWriter(prepared.ask.stream)
@@ -229,7 +276,13 @@ class MockPlanRun:
         for piece in pieces:
             self._firsts.setdefault(piece.thinking, self._ms())
         self._rates.cycle(1e3 * self._cycle_s, len(pieces), thinking=pieces[0].thinking)
-        return self._writer.cycle(pieces, self._emitted)
+        if not self._prepared.tools:
+            return self._writer.cycle(pieces, self._emitted)
+        ids = (ord(c) for p in pieces if not p.thinking for c in p.text)
+        calls = [c for i in ids for c in self._calls.feed(i) if isinstance(c, CallPiece)]
+        if self.done:
+            calls += [c for c in self._calls.end() if isinstance(c, CallPiece)]
+        return self._writer.cycle([p for p in pieces if p.thinking], self._emitted, calls)
 
     def result(self, stop: StopReason | None) -> messages.Result:
         pieces = self._script[: self._emitted]
@@ -239,7 +292,9 @@ class MockPlanRun:
         thinking = sum(piece.thinking for piece in pieces)
         decoded = outcome.Decoded(
             finish=stop or ("length" if self._cut else "stop"),
-            text=texts[False].rstrip(" "),
+            text="" if self._prepared.tools else texts[False].rstrip(" "),
+            reuse=NO_REUSE,
+            calls=self._calls if self._prepared.tools else None,
             thinking=texts[True],
             tokens=tuple(range(self._emitted)),
             usage=Usage(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import structs
 
 from thor_dflash.core.results import Speculation, Timings, Usage
+from thor_dflash.runtime.decoding.telemetry import ReuseReport
+from thor_dflash.runtime.text.tool_calls import ToolCallParser
 from thor_dflash.serving.planner.backend import Prepared
 from thor_dflash.serving.planner.partial_json import close_partial, read_object
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
@@ -28,17 +31,29 @@ class Decoded:
     spec: Speculation | None
     closed: Literal["", "natural", "soft", "hard", "call"] = ""
     """How the thinking ended."""
+    calls: ToolCallParser | None = None
+    """None: none could be made."""
+    reuse: ReuseReport | None = None
 
 
 def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
     """Return the result of a run, with the parts that were requested and all times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
     checker = prepared.checker
-    plan = _plan(decoded, checker)
+    calls = _calls(decoded)
+    plan = None if calls else _plan(decoded, checker)
     valid = plan is not None and (checker is None or checker.valid(plan))
+    finish = "tool_calls" if calls and decoded.finish == "stop" else decoded.finish
+    reuse, parser = decoded.reuse, decoded.calls
     return messages.Result(
-        finish_reason=decoded.finish,
-        status=_status(decoded.finish, checker is None or valid),
+        finish_reason=finish,
+        status=_status(decoded.finish, checker is None or valid or bool(calls)),
+        tool_calls=calls,
+        cut_call=parser.cut if parser else None,
+        notes=tuple(parser.notes) if parser else (),
+        reuse=messages.ReuseResult(boundary=reuse.boundary, held=reuse.held, why=reuse.why)
+        if reuse
+        else None,
         plan=plan if "plan" in wanted else None,
         plan_valid=valid,
         text=decoded.text if "text" in wanted else None,
@@ -55,6 +70,15 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         spec=decoded.spec,
         metadata=ask.metadata,
     )
+
+
+def _calls(decoded: Decoded) -> tuple[messages.CallResult, ...] | None:
+    found = decoded.calls.calls if decoded.calls else []
+    calls = (
+        messages.CallResult(name=c.name, arguments=json.loads(c.arguments), text=c.arguments)
+        for c in found
+    )
+    return tuple(calls) or None
 
 
 def requested_parts(result: messages.Result, ask: messages.PlanRequest) -> messages.Result:

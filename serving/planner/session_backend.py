@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from thor_dflash.config.build import CLOSING_MESSAGE
 from thor_dflash.config.decode import NO_BUDGET, BudgetConfig, RelaxedConfig
@@ -15,9 +16,13 @@ from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.grammar.schema import JsonSchema
+from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
+from thor_dflash.runtime.session.turn_cache import Conversation
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder
+from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
@@ -26,13 +31,16 @@ from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.planner.session_run import SessionRun
+from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
-FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget")
+FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget", "reuse")
+
+T = TypeVar("T")
 
 
 class SessionBackend:
@@ -62,6 +70,7 @@ class SessionBackend:
         session.prefixes.budget = config.prefix_mb << 20
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
+        self._encoder = PromptEncoder(session.tokenizer)
         self._brace = self.tokenizer.encode("{")
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
@@ -97,6 +106,7 @@ class SessionBackend:
                 *FEATURES,
                 *(("relaxed_thinking",) if m.drafter else ()),
                 *(("persist",) if self._store else ()),
+                *(("tools",) if self.tokenizer.takes_tools else ()),
             ),
         )
 
@@ -126,29 +136,32 @@ class SessionBackend:
 
     def _check_default(self) -> None:
         budget = validation.budget_of(wire.PlanRequest(), self.config)
-        prompt = self._prompt(validation.messages_of("x", None), thinking=budget > 0)
+        prompt = self._prompt(validation.messages_of("x", None), thinking=budget > 0).ids
         startup_checks.check_answer(
             self.config.max_tokens, self.session.model, len(prompt), self._close_len(prompt, budget)
         )
 
     # --- requests
 
-    def prepare(self, ask: wire.PlanRequest, left_ms: float | None) -> Prepared:
+    def prepare(self, ask: wire.PlanRequest, left_ms: float | None, scope: str = "") -> Prepared:
         validation.check_values(ask)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         given = validation.schema_of(ask)
         schema = None if given is None else read_schema(given)
         checker = None if schema is None else SchemaValidator(schema)
-        grammar = None if schema is None else self._grammar(schema)
-        prompt, budget = self._thinking_prompt(ask, left_ms, max_tokens)
+        use = tool_use(ask, self.config.tools)
+        grammar = self._grammar_of(use, schema)
+        encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope)
+        prompt = encoded.ids
         closing = self._close_len(prompt, budget)
-        prefix = self._prefix(prompt, ask.prefix_id)
+        self._check_prefix(prompt, ask.prefix_id)
         limit = self.session.model.limit
         spare = limit - len(prompt) - max_tokens - closing
         if spare < 0:
             raise errors.too_long(limit, len(prompt), max_tokens, closing)
-        cached = prefix.held if prefix else 0
+        talk = self._conversation(encoded, ask, scope)
+        cached = self.session.held(prompt, talk.scope)
         budget = min(budget, spare) if closing else 0
         reply = max_tokens + closing
         thinking = BudgetConfig(tokens=budget, reply=reply, message=self._close)
@@ -159,6 +172,8 @@ class SessionBackend:
             stop=frozenset(self.session.manifest.stop_tokens),
             drafter=self.session.drafter,
             grammar=grammar,
+            tools=use,
+            talk=talk,
             budget=thinking if closing else NO_BUDGET,
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
         )
@@ -174,6 +189,7 @@ class SessionBackend:
             budget=budget,
             thinks=closing > 0,
             checker=checker,
+            tools=use.tools if use and use.choice != "none" else (),
             admitted=admitted,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
             min_ms=self._rates.min_ms(
@@ -181,79 +197,107 @@ class SessionBackend:
             ),
         )
 
+    def _grammar_of(self, use: ToolUse | None, schema: JsonSchema | None) -> Grammar | None:
+        """The grammar of an answer: of its calls, of its text, or of either."""
+        calls = use is not None and use.choice != "none"
+        if use is None or not calls or not (use.constrained or schema is not None):
+            return None if schema is None else self._grammar(schema)
+        if schema is not None and use.choice != "required":
+            self._grammar(schema)  # refuses what cannot be an answer, under its own field
+        return self._compiled("tools", lambda: self.session.call_grammar(use, schema))
+
+    def _conversation(
+        self, encoded: EncodedPrompt, ask: wire.PlanRequest, scope: str
+    ) -> Conversation:
+        kind, name = self.config.reuse, ask.conversation or ask.session or ""
+        scopes = {"off": (), "all": (), "client": (scope, ask.cache_scope or "")}
+        found = scopes.get(kind, (scope, ask.cache_scope or "", name))
+        boundaries = () if kind == "off" else encoded.boundaries
+        return Conversation(boundaries=boundaries, scope=json.dumps(found), session=name)
+
     def _check_mode(self, ask: wire.PlanRequest) -> None:
         if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
             text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
     def _grammar(self, schema: JsonSchema) -> Grammar:
-        try:
+        def work() -> tuple[Grammar, bool]:
             grammar = self.session.grammar(schema)
-            object_allowed = grammar.takes(self._brace)
-        except CompilerBusy as e:
-            wait_ms = 1e3 * COMPILE_S
-            text = errors.refusal(e)
-            raise PlanError("busy", text, field="json_schema", retry_after_ms=wait_ms) from e
-        except RequestError as e:
-            raise PlanError("schema_unsupported", errors.refusal(e), field="json_schema") from e
+            return grammar, grammar.takes(self._brace)
+
+        grammar, object_allowed = self._compiled("json_schema", work)
         if not object_allowed:
             raise errors.no_object(schema.table)
         return grammar
 
+    def _compiled(self, field: str, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except CompilerBusy as e:
+            wait_ms = 1e3 * COMPILE_S
+            raise PlanError("busy", errors.refusal(e), field=field, retry_after_ms=wait_ms) from e
+        except RequestError as e:
+            raise PlanError("schema_unsupported", errors.refusal(e), field=field) from e
+
     def _thinking_prompt(
-        self, ask: wire.PlanRequest, left_ms: float | None, max_tokens: int
-    ) -> tuple[tuple[int, ...], int]:
+        self, ask: wire.PlanRequest, left_ms: float | None, max_tokens: int, scope: str
+    ) -> tuple[EncodedPrompt, int]:
         """Return the prompt and the most thinking tokens: 0 with thinking `auto` if the deadline
         leaves no time to think.
         """
         messages = validation.messages_of(ask.prompt, ask.messages)
         budget = validation.budget_of(ask, self.config)
-        prompt = self._prompt(messages, thinking=budget > 0)
+        shape: Any = {"tools": ask.tools or (), "options": ask.chat_template_kwargs or {}}
+        prompt = self._prompt(messages, thinking=budget > 0, **shape)
         if budget == 0 or left_ms is None or (ask.thinking or self.config.thinking) == "on":
             return prompt, budget
-        prefix = self.session.prefixes.find(prompt)
-        new = len(prompt) - (prefix.held if prefix else 0)
+        talk = self._conversation(prompt, ask, scope)
+        new = len(prompt.ids) - self.session.held(prompt.ids, talk.scope)
         if self._rates.thinking_tokens_left(left_ms, new, max_tokens) >= min(
             WORTH_THINKING, budget
         ):
             return prompt, budget
-        return self._prompt(messages, thinking=False), 0
+        return self._prompt(messages, thinking=False, **shape), 0
 
     def _close_len(self, prompt: tuple[int, ...], budget: int) -> int:
         """Return the tokens of the message that closes the prompt's thinking, 0 without."""
         return self._closing if budget > 0 and open_at_end(self.tokenizer, prompt) else 0
 
     def _prompt(
-        self, messages: list[object], *, thinking: bool, field: str = "prompt"
-    ) -> tuple[int, ...]:
-        return self._encode(self._render(messages, thinking=thinking), field)
-
-    def _render(self, messages: list[object], *, thinking: bool) -> str:
+        self,
+        messages: list[object],
+        *,
+        thinking: bool,
+        field: str = "prompt",
+        tools: Sequence[object] = (),
+        options: Mapping[str, object] = NOTHING,
+    ) -> EncodedPrompt:
         try:
-            return self.tokenizer.render(messages, thinking)
+            text = self.tokenizer.render(messages, thinking, tools, options)
         except RequestError as e:
-            raise PlanError("bad_request", errors.refusal(e), field="messages") from e
+            named = next((n for n in ("tools", "chat_template_kwargs") if str(e).startswith(n)), "")
+            raise PlanError("bad_request", errors.refusal(e), field=named or "messages") from e
+        return self._encode(text, field)
 
-    def _encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
+    def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:
         limit = self.session.model.limit
         # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
         if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
             rule = f"{field} must be <= {limit} tokens (got {least} or more)"
             raise PlanError("prompt_too_long", rule, field=field)
         try:
-            return tuple(self.tokenizer.encode(text))
+            return self._encoder.encode(text)
         except RequestError as e:
             raise PlanError("bad_request", errors.refusal(e), field=field) from e
 
-    def _prefix(self, prompt: tuple[int, ...], name: str | None) -> Prefix | None:
+    def _check_prefix(self, prompt: tuple[int, ...], name: str | None) -> None:
         if name is None:
-            return self.session.prefixes.find(prompt)
+            return
         named = [p for p in self.session.prefixes.list() if p.name == name]
         if not named or prompt[: len(named[0].tokens)] != named[0].tokens:
             rule = "a prefix that the prompt begins with" if named else "a pinned prefix"
             text = f"prefix_id must be {rule} (got {show(name)})"
             raise PlanError("bad_request", text, field="prefix_id")
-        return self.session.prefixes.find(prompt)
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         admitted = prepared.admitted
@@ -265,7 +309,7 @@ class SessionBackend:
             admitted = admitted.with_budget(spare)
         chunks = self.session.generate(admitted)
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.
-        self._prefix(prepared.prompt, prepared.ask.prefix_id)
+        self._check_prefix(prepared.prompt, prepared.ask.prefix_id)
         watch = PowerSampler(self._sensors)
         return SessionRun(
             self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s
@@ -275,7 +319,7 @@ class SessionBackend:
         out: dict[str, Any] = {"max_context": self.session.model.limit}
         if request.prompt is not None or request.messages is not None:
             messages = validation.messages_of(request.prompt, request.messages)
-            out["prompt_tokens"] = len(self._prompt(messages, thinking=True))
+            out["prompt_tokens"] = len(self._prompt(messages, thinking=True).ids)
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
             schema = read_schema(request.json_schema)
@@ -296,7 +340,7 @@ class SessionBackend:
                 ],
                 thinking=True,
                 field="system",
-            )
+            ).ids
             for user in ("a", "b")
         )
         # The common beginning of both chats is the part that does not depend on the user's text.

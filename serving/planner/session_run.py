@@ -38,7 +38,7 @@ class SessionRun:
         self._chunks = chunks
         self._yield_s = yield_s
         self._phase: messages.Phase = "prefill"
-        self._answer = Answer(text, prepared.prompt)
+        self._answer = Answer(text, prepared.prompt, prepared.tools)
         self._writer = ChunkWriter(prepared.ask.stream)
         self._tokens: list[int] = []
         self._finish: messages.Finish | None = None
@@ -77,7 +77,8 @@ class SessionRun:
         if chunk.finish:
             self._finish = self._named(chunk.finish)
             pieces += self._answer.end()
-        return self._writer.cycle(pieces, len(self._tokens))
+        calls = self._answer.take_calls()
+        return self._writer.cycle(pieces, len(self._tokens), calls)
 
     @property
     def _answered(self) -> int:
@@ -109,6 +110,8 @@ class SessionRun:
             timings=self._timings(report, now),
             spec=report.spec if report else None,
             closed=report.close if report else "",
+            calls=self._answer.calls,
+            reuse=report.reuse if report else None,
         )
         return outcome.result(self._prepared, decoded)
 

@@ -25,10 +25,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 Part = Literal["plan", "text", "thinking", "tokens", "timings"]
 Stream = Literal["steps", "text", "all"]
 Finish = Literal[
-    "stop", "length", "thinking_exhausted", "deadline", "cancelled", "preempted",
+    "stop", "tool_calls", "length", "thinking_exhausted", "deadline", "cancelled", "preempted",
     "grammar_dead_end", "error",
 ]  # fmt: skip
-Kind = Literal["step", "thinking", "text", "progress"]
+Kind = Literal["step", "thinking", "text", "call", "progress"]
 Phase = Literal["prefill", "thinking", "answer"]
 Status = Literal["ok", "partial", "error"]
 State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
@@ -44,6 +44,10 @@ class Message(
     role: Role
     content: str
     reasoning_content: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    """Of an assistant: OpenAI's objects, with the arguments as an object or its JSON text."""
+    tool_call_id: str | None = None
+    """Of a tool: the call that this is the result of."""
 
 
 class SchemaWrapper(
@@ -81,6 +85,16 @@ class PlanRequest(_Request, frozen=True):
     prefix_id: Id | None = None
     json_schema: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    """OpenAI's objects, in the order and with the keys that the prompt is to have."""
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the package's chat template reads."""
+    conversation: Id | None = None
+    """A name for the conversation that this turn belongs to: a hint for reuse, nothing else."""
+    cache_scope: Id | None = None
+    """Only turns of one client and one scope reuse each other's state."""
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: Count | None = None
     thinking_token_budget: Count | None = None
@@ -145,6 +159,40 @@ class PrefixDrop(_Request, frozen=True):
 Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop
 
 
+class CallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a tool call, as it is decoded."""
+
+    index: int
+    """Of the call within the answer, from 0."""
+    name: str = ""
+    """In the first part of a call only."""
+    arguments: str = ""
+    """The next characters of the JSON text of its arguments."""
+    done: bool = False
+    """The call is complete."""
+
+
+class CallResult(Struct, frozen=True, kw_only=True):
+    """A complete tool call."""
+
+    name: str
+    arguments: dict[str, Any]
+    text: str
+    """The JSON text of the arguments, with numbers as the model wrote them."""
+
+
+class ReuseResult(Struct, frozen=True, kw_only=True):
+    """What a turn reused of earlier ones."""
+
+    boundary: str = ""
+    """What it continued from: a pinned `prefix`, the end of a `system` turn, of a `user` turn or of
+    a `prompt`; empty: nothing."""
+    held: int = 0
+    """Prompt tokens that were not read."""
+    why: str = ""
+    """Why nothing was reused: off, first, diverged or evicted."""
+
+
 class Chunk(Struct, frozen=True, kw_only=True):
     """A piece of a streamed plan, before its result."""
 
@@ -156,6 +204,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     text: str | None = None
     step: dict[str, Any] | None = None
     index: int | None = None
+    call: CallDelta | None = None
     phase: Phase | None = None
     tokens: int | None = None
 
@@ -173,6 +222,12 @@ class Result(Struct, frozen=True, kw_only=True):
     plan_valid: bool = False
     text: str | None = None
     thinking: str | None = None
+    tool_calls: tuple[CallResult, ...] | None = None
+    """The complete calls; None if there are none."""
+    cut_call: int | None = None
+    """Index of a call of which chunks were sent but that never ended."""
+    notes: tuple[str, ...] = ()
+    """What was taken otherwise than it was written, such as an argument of a wrong type."""
     tokens: tuple[int, ...] | None = None
     generation: int | None = None
     session: str | None = None
@@ -182,6 +237,7 @@ class Result(Struct, frozen=True, kw_only=True):
     """How the thinking ended: by itself ("natural"), by its budget, or with a tool call; "" if it
     did not end."""
     usage: Usage = Usage()
+    reuse: ReuseResult | None = None
     timings: Timings | None = None
     spec: Speculation | None = None
     metadata: dict[str, Any] | None = None

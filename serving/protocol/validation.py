@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
+
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
@@ -123,8 +125,8 @@ def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -
     return [_turn(message) for message in messages]
 
 
-def _turn(message: wire.Message) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
-    return turn
+def _turn(message: wire.Message) -> dict[str, Any]:
+    fields = structs.asdict(message)
+    if message.tool_calls is not None:
+        fields["tool_calls"] = list(message.tool_calls)
+    return {key: value for key, value in fields.items() if value is not None}

@@ -49,7 +49,7 @@ SMALL = {
 
 
 @cache
-def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
+def package(chunk: int = 32, chunks: tuple[int, ...] = (), template: str = "") -> Path:
     """Returns a package with random weights and a tokenizer, removed when the process ends. It has
     one layer of each kind: what grammars and servers do does not depend on the number of layers.
     """
@@ -61,6 +61,8 @@ def package(chunk: int = 32, chunks: tuple[int, ...] = ()) -> Path:
     for name in files.FILES:
         if (TOKENIZER / name).is_file():
             shutil.copy(TOKENIZER / name, root / "target" / name)
+    if template:
+        (root / "target" / files.TEMPLATE).write_text(template, encoding="utf-8")
     config = BuildConfig(chunk=chunk, chunks=chunks, capacity=768)
     build(root / "target", root / "drafter", root / "package", config, Silent())
     return root / "package"

@@ -43,6 +43,15 @@ class ServeConfig:
     """Default for requests; auto: think if the deadline leaves time."""
     thinking_budget: Count = 1024
     """Default length limit of thinking, tokens."""
+    tools: Literal["off", "frame", "schema"] = "frame"
+    """What is enforced of tool calls that are neither demanded nor `strict`: nothing, their frame
+    (declared functions and parameters, the required ones present), or their values too."""
+    reuse: Literal["off", "session", "client", "all"] = "client"
+    """Whose turns reuse each other's state: nobody's, those of one session of a client, of one
+    client, or of all clients. Reuse shows in times and in `cached_tokens`."""
+    reuse_mb: Count = 2048
+    """Memory for the states of earlier turns, MiB, on the device. A boundary of the 27B takes 190,
+    a thousand tokens of a conversation that another one displaces 37."""
     watchdog_s: Annotated[float, Meta(gt=0, le=DAY_S)] = 10.0
     """A step that takes longer means a dead device: the process ends, for systemd to restart it. A
     server whose slowest prefill step takes so long does not start."""

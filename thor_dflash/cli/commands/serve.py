@@ -163,7 +163,8 @@ def _load(
     from thor_dflash.serving.planner.session_backend import SessionBackend
 
     try:
-        session = open_session(args.package, config.engine, progress, choose=True)
+        reuse = 0 if config.serve.reuse == "off" else config.serve.reuse_mb << 20
+        session = open_session(args.package, config.engine, progress, choose=True, reuse=reuse)
         progress.close()
         return SessionBackend(session, config.serve, log, prefix_store)
     except BaseException:

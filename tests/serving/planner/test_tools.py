@@ -1,0 +1,181 @@
+"""Tool calls and reuse through the planner: a real session with random weights, and the mock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.constrained_model import package
+
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.session import open_session
+from thor_dflash.serving.client import Message, PlanRequest
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.planner import LocalPlanner
+from thor_dflash.serving.planner.session_backend import SessionBackend
+from thor_dflash.serving.protocol import messages
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}
+{%- if m.role == 'tool' %}
+<tool_response>{{ m.content }}</tool_response>
+{%- else %}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>
+{%- endfor %}
+{%- endif %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}"""
+CONFIG = ServeConfig(thinking_budget=24, max_tokens=48)
+TOOLS: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {"name": "move_to", "parameters": {
+        "type": "object", "properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0},
+                                         "how": {"enum": ["fast", "slow"]}},
+        "required": ["x"]}}},
+    {"type": "function", "function": {"name": "stop"}},
+)  # fmt: skip
+ASK = PlanRequest(prompt="Go to the table.", thinking="off", tools=TOOLS, tool_choice="required",
+                  parts=("plan", "text", "thinking", "tokens", "timings"))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planner() -> Iterator[LocalPlanner]:
+    made = package(template=TEMPLATE)
+    session = open_session(made, EngineConfig(threads=1), Silent(), reuse=8 << 20)
+    with closing(LocalPlanner(SessionBackend(session, CONFIG))) as it:
+        yield it
+
+
+def streamed(planner: LocalPlanner, ask: PlanRequest) -> tuple[list[str], messages.Result]:
+    """The arguments of each call as its chunks spell them, and the result."""
+    calls: list[str] = []
+    *chunks, result = planner.stream(structs.replace(ask, stream="text"))
+    for chunk in chunks:
+        if isinstance(chunk, messages.Chunk) and chunk.kind == "call":
+            assert chunk.call
+            if chunk.call.name:
+                calls.append("")
+            calls[-1] += chunk.call.arguments
+    assert isinstance(result, messages.Result)
+    return calls, result
+
+
+@pytest.mark.parametrize("thinking", ["off", "on"])
+def test_a_demanded_call_is_made(planner: LocalPlanner, thinking: Any) -> None:
+    ask = structs.replace(ASK, thinking=thinking, parallel_tool_calls=False, max_tokens=120)
+    result = planner.plan(ask)
+    assert result.finish_reason in ("tool_calls", "length")
+    if result.finish_reason == "tool_calls":
+        [call] = result.tool_calls or ()
+        assert json.loads(call.text) == call.arguments
+        assert call.name == "stop" or 0 <= call.arguments["x"] <= 9
+        assert (result.status, result.plan) == ("ok", None)
+    calls, again = streamed(planner, ask)
+    assert again.tokens == result.tokens
+    assert calls[: len(result.tool_calls or ())] == [c.text for c in result.tool_calls or ()]
+    assert (again.cut_call is not None) == (len(calls) > len(result.tool_calls or ()))
+
+
+def test_a_named_tool_is_called(planner: LocalPlanner) -> None:
+    choice = {"type": "function", "function": {"name": "stop"}}
+    result = planner.plan(structs.replace(ASK, tool_choice=choice, parallel_tool_calls=False))
+    assert [(c.name, c.arguments) for c in result.tool_calls or ()] == [("stop", {})]
+    assert result.finish_reason == "tool_calls"
+
+
+def test_no_call_with_choice_none(planner: LocalPlanner) -> None:
+    result = planner.plan(structs.replace(ASK, tool_choice="none"))
+    assert result.tool_calls is None
+    assert "<tool_call>" not in (result.text or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "code"),
+    [
+        ({"tools": None}, "tool_choice", "bad_request"),
+        ({"tools": (TOOLS[1], TOOLS[1])}, "tools[1].function.name", "bad_request"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice", "bad_request"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "jump"}}},
+            "tool_choice.function.name",
+            "bad_request",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            "tool_choice.allowed_tools",
+            "bad_request",
+        ),
+        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "bad_request"),
+        ({"json_schema": {"type": "array"}, "tool_choice": "auto"}, "json_schema", "bad_request"),
+        (
+            {
+                "tools": (
+                    {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+                        "properties": {"d": {"type": "string", "format": "date"}}}}},
+                )
+            },
+            "tools",
+            "schema_unsupported",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(
+    planner: LocalPlanner, changes: dict[str, Any], field: str, code: str
+) -> None:
+    with pytest.raises(PlanError) as e:
+        planner.plan(structs.replace(ASK, **changes))
+    assert e.value.field == field
+    assert e.value.code in (code, "schema_unsupported")
+
+
+def turns(count: int) -> tuple[Message, ...]:
+    """A tool loop: each turn repeats the turns before it."""
+    found = [Message(role="user", content="Find the mug, please. " * 3)]
+    for i in range(count):
+        call = {"id": str(i), "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+        found += [
+            Message(role="assistant", content="", tool_calls=(call,)),
+            Message(role="tool", content=f"step {i} is done; " * 4, tool_call_id=str(i)),
+        ]
+    return tuple(found)
+
+
+def test_a_turn_reads_only_what_is_new(planner: LocalPlanner) -> None:
+    cached: list[int] = []
+    for count in range(4):
+        ask = structs.replace(ASK, prompt=None, messages=turns(count), max_tokens=4)
+        result = planner.plan(ask)
+        assert result.reuse
+        assert result.reuse.held == result.usage.cached_tokens
+        cached.append(result.usage.prompt_tokens - result.usage.cached_tokens)
+    assert max(cached[1:]) < 32 + 100
+    other = structs.replace(ASK, prompt=None, messages=turns(3), max_tokens=4, cache_scope="b")
+    assert planner.plan(other).usage.cached_tokens == 0
+
+
+def test_the_mock_calls_and_then_answers() -> None:
+    with closing(LocalPlanner(MockBackend(CONFIG))) as planner:
+        ask = structs.replace(ASK, tool_choice=None)
+        calls, result = streamed(planner, ask)
+        assert calls == ['{"x": 1}'] == [c.text for c in result.tool_calls or ()]
+        assert (result.finish_reason, result.plan) == ("tool_calls", None)
+        after = structs.replace(ask, prompt=None, messages=turns(1))
+        assert planner.plan(after).plan is not None
