@@ -26,10 +26,11 @@ PIECE = 1 << 16
 TURN = 8
 """Most events handled before others are looked for: a client that sends little need not wait for
 all those that send much."""
-BURST_S = 1.0
-"""A connection may send max_message bytes a second, and so many seconds' worth of them at once."""
 SPARE = 16
-"""All together may send so many times that rate beyond their own."""
+"""A connection may send max_message bytes a second, and a piece at once. All together may send so
+many times that rate beyond their own."""
+SPARE_S = 0.25
+"""So many seconds' worth of this may be sent at once."""
 RETRY_S = 1.0
 """Pause of a listener that cannot accept: no descriptor is left."""
 CLOSING_S = 0.5
@@ -260,10 +261,10 @@ class TcpProxy:
 
     def _pace(self, side: _Side, size: int) -> None:
         now, seconds = time.monotonic(), size / self._max_message
-        side.paid_until = max(side.paid_until, now - BURST_S) + seconds
+        side.paid_until = max(side.paid_until, now - PIECE / self._max_message) + seconds
         if side.paid_until <= now:
             return
-        self._spare_until = max(self._spare_until, now - BURST_S) + seconds / SPARE
+        self._spare_until = max(self._spare_until, now - SPARE_S) + seconds / SPARE
         if self._spare_until <= now:
             side.paid_until = now
             return

@@ -13,8 +13,13 @@ from support import flood
 from support.flood_peers import BODIES, FRAMES
 from support.waiting import PATIENCE_S, until
 
+from thor_dflash.core.errors import PlanError
+from thor_dflash.serving.client import Options, PlanRequest
+from thor_dflash.serving.client.retry import encode
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 from thor_dflash.serving.server import workers
 from thor_dflash.serving.server.decode_queue import MAX_INLINE
+from thor_dflash.serving.server.request_reader import refuse_unread
 
 LONG = "x" * 2 * MAX_INLINE
 
@@ -24,10 +29,9 @@ def test_a_cancel_does_not_overtake_its_long_plan(house: Any) -> None:
     peer = house.peer(server)
     peer.send(op="plan", id="p", prompt=LONG)
     peer.send(op="cancel", id="c", target="p")
+    assert peer.final("c")["cancelled"] is True
     held.let()
-    answers = {reply["id"]: reply for reply in (peer.receive() for _ in range(2))}
-    assert answers["c"]["cancelled"] is True
-    assert answers["p"]["code"] == "cancelled"
+    assert peer.final("p")["code"] == "cancelled"
 
 
 def test_a_shorter_plan_does_not_overtake_the_older_long_one(house: Any) -> None:
@@ -72,6 +76,18 @@ def test_nothing_is_done_for_a_connection_that_closed(
     while time.monotonic() < end:
         assert other.ask(op="ping", id="i")["status"] == "ok"
     assert "plan" not in other.ask(op="stats", id="s")["requests"]
+
+
+@pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
+def test_a_request_that_is_refused_unread_is_answered_by_its_id(encoding: Codec) -> None:
+    busy = PlanError("busy", "x")
+    named: dict[str, object] = {"id": "i" * 40, "prompt": LONG}
+    for first in ({}, {"v": 1}, {"op": "plan"}, {"v": 1, "op": "prefix.put"}):
+        assert refuse_unread(encoding.encode({**first, **named}), busy).id == "i" * 40
+    sent = encode(PlanRequest(prompt=LONG), Options(codec=encoding))
+    assert refuse_unread(sent.body, busy).id == sent.id
+    for other in ({"metadata": {"id": "n"}}, {"prompt": LONG}, {"id": 5}, {"id": "i" * 65}):
+        assert refuse_unread(encoding.encode({"op": "plan", **other}), busy).id is None
 
 
 @pytest.mark.parametrize("kind", ["numbers", FRAMES])
