@@ -34,6 +34,8 @@ THINK, END_THINK = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 OPTIONS = frozenset(("enable_thinking", "preserve_thinking", "reasoning_effort"))
 """Variables of chat templates that a request may set."""
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables that have their own place in a request."""
 RECALLED = 8192
 """Tokens whose bytes are cached: more than a robot's plans ever use."""
 
@@ -178,7 +180,7 @@ class Tokenizer:
                 variable that the template does not read.
         """
         for name in options:
-            if name not in self._template.variables:
+            if name not in self._template.variables or name in RESERVED:
                 known = ", ".join(sorted(self.options)) or "none"
                 raise RequestError(
                     f"chat_template_kwargs must have names that the template reads: {known} "
