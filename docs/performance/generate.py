@@ -201,6 +201,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "startup figure": figure_bars("startup", r"^(reading the package|from process start)"),
     "flood": table("flood", "flood"),
     "serving": table("serving", "serving"),
+    "http floods": table("http-floods", "http floods"),
     "heldout": table("heldout", "heldout"),
     "heldout figure": table_bars("heldout", "tokens per cycle", 1, "cycles"),
     "relaxed": table("policies", "relaxed"),
@@ -216,6 +217,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "startup sources": sources("startup"),
     "flood sources": sources("flood"),
     "serving sources": sources("serving"),
+    "http floods sources": sources("http-floods"),
     "planner sources": sources("heldout", "policies", "grammar"),
     "numerics sources": sources("numerics"),
 }

@@ -26,7 +26,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("numpy", "onnx", "onnxruntime", "tokenizers", "llguidance", "pyzmq", "msgspec",
-            "cuda-bindings", "nvidia-cuda-nvrtc")  # fmt: skip
+            "uvicorn", "cuda-bindings", "nvidia-cuda-nvrtc")  # fmt: skip
 
 
 def output(*command: str) -> str:

@@ -34,7 +34,9 @@ STALLED_S = 30
 MOST = 256
 """Most connections."""
 BACKLOG = 64
-"""Connections that wait in the kernel, and most that asyncio accepts at once."""
+"""Most connections that asyncio accepts at once."""
+QUEUE = 4096
+"""Most connections that wait in the kernel. Beyond it, clients try again after a second or more."""
 SPARE = 64 + 4 * BACKLOG
 """Descriptors beside the connections: files, and connections accepted before the oldest close."""
 OF_SERVER = 16
@@ -87,7 +89,17 @@ def http_server(config: GatewayConfig, drain_s: int) -> uvicorn.Server:
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=drain_s,
     )
-    return uvicorn.Server(settings)
+    return HttpServer(settings)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with a longer queue of connections in the kernel than asyncio accepts at once."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(QUEUE)
 
 
 class ConnectionLimit:
