@@ -1,8 +1,8 @@
 """The HTTP server below the application: uvicorn, and the limits of a connection that it lacks.
 
-A connection that brings no request may stay for HEAD_S, or IDLE_S after an answer. When MOST are
-open, a new one takes the place of the one that has brought none for longest, so that a flood of
-connections keeps nobody from getting answers.
+A connection that brings no request may stay for HEAD_S, or IDLE_S after an answer. When too many
+are open, a new one takes the place of the one that has brought none for longest, so that a flood
+of connections keeps nobody from getting answers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ IDLE_S = 130
 (Caddy 120, nginx 60): none shall send a request just as the gateway closes."""
 STALLED_S = 30
 """Longest time in which a client takes nothing of an answer that waits for it."""
-MOST = 256
-"""Most connections."""
+MOST = 4096
+"""Most connections, where there are descriptors for so many."""
+FEWEST = 256
+"""Connections for which there must be descriptors."""
 BACKLOG = 64
 """Most connections that asyncio accepts at once."""
 QUEUE = 4096
@@ -64,23 +66,18 @@ def listener(config: GatewayConfig) -> socket.socket:
 
 
 def http_server(config: GatewayConfig, drain_s: int) -> uvicorn.Server:
-    """Return the server of a gateway, which open requests keep alive for up to `drain_s`.
+    """Return the server of a gateway, which open requests keep alive for up to `drain_s`. It lets
+    this process have more descriptors, if it may.
 
     Raises:
         ConfigError: as `application`, or the process may not have enough descriptors.
     """
-    needed = MOST + SPARE + OF_SERVER * len(config.servers)
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise ConfigError(
-            f"the limit of open files must be >= {needed} (got {limit}); ulimit -n {needed}, or "
-            f"LimitNOFILE={needed} of systemd"
-        )
+    limit = ConnectionLimit(_most_connections(SPARE + OF_SERVER * len(config.servers)))
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_repeats)
     settings = uvicorn.Config(
         application(config),
-        http=partial(LimitedConnection, ConnectionLimit(MOST)),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limit),  # type: ignore[arg-type]
         ws="none",
         log_level="warning",
         access_log=False,
@@ -90,6 +87,22 @@ def http_server(config: GatewayConfig, drain_s: int) -> uvicorn.Server:
         timeout_graceful_shutdown=drain_s,
     )
     return HttpServer(settings)
+
+
+def _most_connections(spare: int) -> int:
+    """Return how many connections there may be beside `spare` descriptors."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit != unlimited and limit < MOST + spare:
+        limit = MOST + spare if hard == unlimited else min(MOST + spare, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    most = MOST if limit == unlimited else min(MOST, limit - spare)
+    if most < (fewest := min(FEWEST, MOST)):
+        raise ConfigError(
+            f"the limit of open files must be >= {fewest + spare} (got {limit}); "
+            f"ulimit -n {fewest + spare}, or LimitNOFILE={fewest + spare} of systemd"
+        )
+    return most
 
 
 class HttpServer(uvicorn.Server):

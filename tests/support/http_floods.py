@@ -1,11 +1,11 @@
 """Clients that would keep a gateway from answering others: connections that bring no request, or
 only a part of one, and begin again where the gateway closes them.
 
-    python -m support.http_floods [--seconds 10] [--connections 2000]
+    python -m support.http_floods [--seconds 10] [--connections 1000]
 
 measures each kind for docs/performance/serving.md, from the repository root and with
-PYTHONPATH=.:tests. Gateway and flood are processes of their own; the gateway has as few descriptors
-as it accepts, and /health is asked for on new connections meanwhile. Prints a table as JSON.
+PYTHONPATH=.:tests. Gateway and flood are processes of their own; /health is asked for on new
+connections meanwhile. Prints a table as JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from support.waiting import until
 
@@ -108,7 +109,9 @@ def flooded(address: str, kind: str, connections: int) -> Iterator[Flood]:
 
 
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
-DESCRIPTORS = http_server.MOST + http_server.SPARE + http_server.OF_SERVER
+DESCRIPTORS = http_server.FEWEST + http_server.SPARE + http_server.OF_SERVER
+"""As few as a gateway accepts."""
+USUAL = 1 << 16
 PROBE_S = 0.02
 """Time between two requests of /health."""
 AFTER_S = 2.0
@@ -137,52 +140,55 @@ class Measured:
     """Processor time of the gateway for each second."""
 
 
-def measure(kind: str, connections: int, seconds: float) -> Measured:
-    """Flood a gateway process."""
+def measure(kind: str, connections: int, seconds: float, descriptors: int) -> Measured:
+    """Flood a gateway process that may have so many descriptors."""
     config = ServeConfig(bind=("tcp://127.0.0.1:*",))
     quiet: list[str] = []
     with (
         serving(lambda: MockBackend(ServeConfig()), config, log=quiet.append) as server,
-        _gateway(server.endpoints[0]) as (process, log),
+        _gateway(server.endpoints[0], descriptors) as (process, log),
     ):
         port = int(log.read_text().split(":")[-1].split("/")[0])
         until(lambda: _ask(port) is not None)
         memory, cpu, size = _memory_mb(process.pid), _cpu_s(process.pid), log.stat().st_size
-        begun = time.monotonic()
         context = multiprocessing.get_context("spawn")
-        with context.Pool(2) as pool:
-            job = (kind, port, connections // 2, seconds)
-            floods = [pool.apply_async(attack, job) for _ in range(2)]
-            time.sleep(1.0)  # the processes start
-            times, most = _probe(port, seconds - 1.0, process.pid)
-            opened = sum(flood.get() for flood in floods)
+        ready, opened = context.Barrier(3), context.Queue()
+        job = (kind, port, connections // 2, seconds, ready, opened)
+        floods = [context.Process(target=attack, args=job) for _ in range(2)]
+        for flood in floods:
+            flood.start()
+        ready.wait()
+        begun = time.monotonic()
+        times, most = _probe(port, seconds, process.pid)
+        number = opened.get() + opened.get()
         after, _ = _probe(port, AFTER_S, process.pid)
         each_s = (_cpu_s(process.pid) - cpu) / (time.monotonic() - begun)
         return Measured(
-                kind, opened, times.count(None) + after.count(None), _sorted(times), _sorted(after),
+                kind, number, times.count(None) + after.count(None), _sorted(times), _sorted(after),
                 most, log.stat().st_size - size, _memory_mb(process.pid) - memory, each_s,
             )  # fmt: skip
 
 
-def attack(kind: str, port: int, connections: int, seconds: float) -> int:
-    """Flood a gateway from this process; how many connections were opened."""
+def attack(kind: str, port: int, connections: int, seconds: float, ready: Any, opened: Any) -> None:
+    """Flood a gateway from this process, and put into a queue how many connections were opened."""
     flood = Flood("127.0.0.1", port, *FLOODS[kind], connections)
 
     def end() -> None:
         flood.ended = True
 
+    ready.wait()
     threading.Timer(seconds, end).start()
     asyncio.run(flood.run())
-    return flood.opened
+    opened.put(flood.opened)
 
 
 @contextmanager
-def _gateway(endpoint: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _gateway(endpoint: str, descriptors: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A gateway process and its log."""
     args = [sys.executable, "-c", RUN, "gateway", "--server", endpoint, "--listen", "127.0.0.1:0"]
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -238,20 +244,22 @@ def main() -> None:
     """Measure every kind of flood."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--connections", type=int, default=2000)
+    parser.add_argument("--connections", type=int, default=1000)
     args = parser.parse_args()
     table: list[list[object]] = [[
         "flood", "opened", "/health unanswered", "p50, ms", "p99, ms", "most, ms",
         "p99 after it, ms", "most descriptors", "log, bytes", "memory, MB", "CPU, s/s",
     ]]  # fmt: skip
-    for kind in FLOODS:
+    few = [(kind, DESCRIPTORS) for kind in ("idle connections", "slow headers")]
+    for kind, descriptors in [*((kind, USUAL) for kind in FLOODS), *few]:
         print(f"{kind} ...", file=sys.stderr)
         number = 40 if kind == "large bodies" else args.connections
-        one = measure(kind, number, args.seconds)
+        one = measure(kind, number, args.seconds, descriptors)
         p99, after = one.ms[int(0.99 * (len(one.ms) - 1))], one.after_ms
         row = [statistics.median(one.ms), p99, one.ms[-1], after[int(0.99 * (len(after) - 1))]]
+        name = kind if descriptors == USUAL else f"{kind}, {descriptors} descriptors"
         table.append([
-            kind, one.opened, one.failed, *(round(ms, 1) for ms in row), one.descriptors,
+            name, one.opened, one.failed, *(round(ms, 1) for ms in row), one.descriptors,
             one.log_bytes, round(one.memory_mb, 1), round(one.cpu, 2),
         ])  # fmt: skip
     json.dump({"http floods": table}, sys.stdout, indent=1)

@@ -17,7 +17,6 @@ from support.http_floods import AFTER_S, DESCRIPTORS, FLOODS, POST, flooded, mea
 from support.http_gateway import gateway, get
 from support.waiting import PATIENCE_S, until
 
-from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.gateway import http_server
 
@@ -118,7 +117,7 @@ def test_a_flood_keeps_nobody_from_an_answer(
 @pytest.mark.parametrize("kind", FLOODS)
 def test_a_gateway_withstands_a_flood(kind: str) -> None:
     number = 40 if kind == "large bodies" else 1000
-    found = measure(kind, number, 5.0)
+    found = measure(kind, number, 5.0, DESCRIPTORS)
     assert found.opened >= number
     assert found.failed == 0
     assert found.ms[-1] < 1e3 * PATIENCE_S
@@ -170,14 +169,30 @@ def test_a_log_repeats_itself_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_too_few_descriptors_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, fits in ((256, False), (1024, True), (resource.RLIM_INFINITY, True)):
-        monkeypatch.setattr(http_server.resource, "getrlimit", lambda _, n=limit: (n, n))
-        if fits:
-            http_server.http_server(GatewayConfig(), 0)
-        else:
-            with pytest.raises(ConfigError, match=r"open files must be >= \d+ \(got 256\)"):
-                http_server.http_server(GatewayConfig(), 0)
+@pytest.mark.parametrize(
+    ("soft", "hard", "most"),
+    [
+        (256, 256, None),
+        (256, 1024, 1024 - 352),
+        (1024, 1 << 20, 4096),
+        (1 << 20, 1 << 20, 4096),
+        (1024, resource.RLIM_INFINITY, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096),
+    ],
+)
+def test_there_are_as_many_connections_as_there_are_descriptors_for(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int | None
+) -> None:
+    now = [(soft, hard)]
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(http_server.resource, "setrlimit", lambda _, limits: now.append(limits))
+    if most is None:
+        with pytest.raises(ConfigError, match=r"open files must be >= 608 \(got 256\)"):
+            http_server._most_connections(352)
+    else:
+        assert http_server._most_connections(352) == most
+        assert now[-1][1] == hard
+        assert now[-1][0] == resource.RLIM_INFINITY or now[-1][0] >= most + 352
 
 
 def test_a_client_that_takes_no_answer_is_given_up(
