@@ -90,19 +90,23 @@ def http_server(config: GatewayConfig, drain_s: int) -> uvicorn.Server:
 
 
 def _most_connections(spare: int) -> int:
-    """Return how many connections there may be beside `spare` descriptors."""
+    """Return how many connections there may be beside `spare` descriptors.
+
+    Raises:
+        ConfigError: less than FEWEST.
+    """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if limit != unlimited and limit < MOST + spare:
-        limit = MOST + spare if hard == unlimited else min(MOST + spare, hard)
+    if limit == resource.RLIM_INFINITY:
+        return MOST
+    if limit < MOST + spare:
+        limit = MOST + spare if hard == resource.RLIM_INFINITY else min(MOST + spare, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    most = MOST if limit == unlimited else min(MOST, limit - spare)
-    if most < (fewest := min(FEWEST, MOST)):
+    if limit < (needed := FEWEST + spare):
         raise ConfigError(
-            f"the limit of open files must be >= {fewest + spare} (got {limit}); "
-            f"ulimit -n {fewest + spare}, or LimitNOFILE={fewest + spare} of systemd"
+            f"the limit of open files must be >= {needed} (got {limit}); ulimit -n {needed}, or "
+            f"LimitNOFILE={needed} of systemd"
         )
-    return most
+    return min(MOST, limit - spare)
 
 
 class HttpServer(uvicorn.Server):
