@@ -111,7 +111,7 @@ def flooded(address: str, kind: str, connections: int) -> Iterator[Flood]:
 RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 DESCRIPTORS = http_server.FEWEST + http_server.SPARE + http_server.OF_SERVER
 """As few as a gateway accepts."""
-USUAL = 1 << 16
+USUAL = 8192
 PROBE_S = 0.02
 """Time between two requests of /health."""
 AFTER_S = 2.0
