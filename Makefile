@@ -23,6 +23,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 HASH := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c 1-16)
 RUN_READY := $(VENV)/run-$(HASH)
 DEV_READY := $(VENV)/dev-$(HASH)
+# Without trt-test, the tests of tests/trt are skipped.
+EXTRAS ?= build,ort,cuda,serve,http,dev,trt-test
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 # pyright would ask the network whether there is a newer pyright.
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
@@ -61,7 +63,7 @@ $(RUN_READY): | interpreter $(VENV)/made
 $(DEV_READY): | interpreter $(VENV)/made
 	@echo "== installing into $(VENV), with the tools of make test (once)"
 	@$(PIP) -q 'setuptools>=77'
-	@$(PIP) --no-build-isolation -e '.[build,ort,cuda,serve,http,dev]'
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@$(BIN)/python tests/stand_ins/trt_stubs.py
 	@rm -f $(VENV)/run-* $(VENV)/dev-* && touch $(RUN_READY) $@
 

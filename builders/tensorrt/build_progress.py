@@ -1,4 +1,4 @@
-"""Shows the phases of an engine build as progress bars."""
+"""Shows the phases of an engine build as progress bars, and ends it on Ctrl-C."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -7,7 +7,11 @@
 
 from __future__ import annotations
 
-from threading import Lock
+import signal
+from collections.abc import Callable
+from threading import Lock, current_thread, main_thread
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import tensorrt as trt
 
@@ -18,19 +22,47 @@ DEPTH = 2
 
 
 class BuildProgress(trt.IProgressMonitor):
-    """Shows the phases of a build as tasks. An exception in a callback, such as a keyboard
-    interrupt, ends the build.
+    """Shows the phases of a build as tasks. Use as a context manager around the build: until it
+    ends, Ctrl-C raises nothing, which would be lost in whatever callback of TensorRT runs, or crash
+    it. The build ends at its next step instead, and `__exit__` raises the interrupt. A second one
+    ends the process.
     """
 
     def __init__(self, name: str, progress: Progress) -> None:
         trt.IProgressMonitor.__init__(self)
         self.stop: BaseException | None = None
-        """The exception raised in a callback; it cannot propagate through TensorRT's frames."""
+        """The exception raised in a callback, which cannot propagate through TensorRT's frames, or
+        an interrupt.
+        """
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
         self._name = name
         self._progress = progress
         self._lock = Lock()
         self._depth: dict[str, int] = {}
         self._tasks: dict[str, ProgressTask] = {}
+
+    def __enter__(self) -> Self:
+        if current_thread() is main_thread():  # no other thread gets signals
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.stop = KeyboardInterrupt()
+        signal.signal(number, signal.SIG_DFL)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        for name in list(self._tasks):  # phases that a failed build left open
+            self.phase_finish(name)
+        if self.stop is not None:
+            raise self.stop
 
     def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
         """Called by TensorRT. `parent_phase` is None at the top level, despite its type stub."""
@@ -65,8 +97,3 @@ class BuildProgress(trt.IProgressMonitor):
                 task.__exit__(None, None, None)
         except BaseException as e:
             self.stop = e
-
-    def close(self) -> None:
-        """End the phases that a failed build left open."""
-        for name in list(self._tasks):
-            self.phase_finish(name)

@@ -78,38 +78,52 @@ class DenseLinears:
             # The prologue infers this size, and TensorRT must know it to cut the rows into blocks.
             rows = b.reshape(rows, 0, self._columns(step))
         rows = b.narrow(rows, DType.BF16)
-        y = list(self._products(b, step, rows))
+        y = dict(self._products(b, step, rows))
+        weights = self._weights(step)
+        low = {value for i, value in y.items() if self._dtype(weights[i]) is DType.U8}
+        products = [node for node in b.nodes if low.intersection(node.output)]
         if a.word("epilogue") == "swiglu":
-            gate, up = (b.cast(value, DType.F32) for value in y)
-            y = [b.cast(b.op("Mul", b.silu(gate), up), DType.BF16)]
+            gate, up = (b.cast(value, DType.F32) for value in y.values())
+            y = {0: b.cast(b.op("Mul", b.silu(gate), up), DType.BF16)}
         elif a.word("epilogue") == "residual":
-            y = [b.op("Add", ports["residual"], y[0])]
-        for i, value in enumerate(y):
+            y = {0: b.op("Add", ports["residual"], y[0])}
+        for i, value in y.items():
             _rename(b.nodes, value, step.ports[f"y{i}"])
         for i, node in enumerate(b.nodes):
             node.name = f"{step.name}.{i}"
+        sheet.products += [node.name for node in products]
         sheet.nodes += b.nodes
         sheet.domains |= {"": OPSET, TRT: 1}
-        for port, name in ports.items():
-            if name in self.program.values or name in self.program.inputs:
-                continue
-            sheet.constants[name] = self.constants.tensor(name)
-            assert port != "x", step.name
+        used = {name for node in b.nodes for name in node.input}
+        for name in ports.values():
+            if name in used and name not in self.program.values.keys() | self.program.inputs.keys():
+                sheet.constants[name] = self.constants.tensor(name)
 
-    def _products(self, b: FunctionBuilder, step: Step, rows: str) -> Iterator[str]:
-        """Yield the product of every segment, bf16 [T, N], in order. Rows are quantised once."""
+    def _products(self, b: FunctionBuilder, step: Step, rows: str) -> Iterator[tuple[int, str]]:
+        """Yield the number and product, bf16 [T, N], of every segment that is read. Rows are
+        quantised once.
+        """
         node = self._node(step)
         weights = self._weights(step)
         codes = [name for name in weights if self._dtype(name) is DType.U8]
         scale = _up(max(self.scales[name] for name in codes))
         quantised = _quantise(b, rows, scale)
         for i, name in enumerate(weights):
+            if not self._read(step.ports.get(f"y{i}")):
+                continue
             if name not in codes:
-                yield b.op("MatMul", rows, b.op("Transpose", name, perm=(1, 0)))
+                yield i, b.op("MatMul", rows, b.op("Transpose", name, perm=(1, 0)))
                 continue
             block, row = _ports(node)[f"block_scale{i}"], _ports(node)[f"row_scale{i}"]
             wide = b.op("Transpose", _dequantised(b, name, block, self._global(row)), perm=(1, 0))
-            yield b.op("MatMul", quantised, b.cast(wide, DType.BF16))
+            yield i, b.op("MatMul", quantised, b.cast(wide, DType.BF16))
+
+    def _read(self, value: str | None) -> bool:
+        """Whether a step reads a value, besides the one that makes it, or the graph leaves it.
+        None is the second product of an epilogue that joins two.
+        """
+        uses = sum(value in step.ports.values() for step in self.program.steps)
+        return value is None or value in self.program.outputs or uses > 1
 
     def _columns(self, step: Step) -> int:
         """Return K, the columns of the rows that a linear reads."""

@@ -42,7 +42,7 @@ class StepRewriter(Protocol):
         ...
 
     def write(self, step: Step, sheet: DeploymentBuilder) -> None:
-        """Add the step's nodes, and the constants that they read."""
+        """Add the step's nodes, the constants that they read, and its products of 4-bit floats."""
         ...
 
 
@@ -58,8 +58,8 @@ class DeploymentBuilder:
     """Weights that are inputs."""
     plugins: list[tuple[str, PluginNode]] = field(default_factory=list[tuple[str, PluginNode]])
     """Every custom node with its name, in order."""
-    products: int = 0
-    """Number of linears that a Rewrite has written."""
+    products: list[str] = field(default_factory=list[str])
+    """The products of 4-bit floats that a StepRewriter has written, by the names of their nodes."""
     domains: dict[str, int] = field(default_factory=lambda: {"": OPSET, DOMAIN: VERSION})
 
 
@@ -76,8 +76,8 @@ class Deployment:
     """Outputs (next states) that their kernels write over the corresponding input (state)."""
     plugins: tuple[tuple[str, PluginNode], ...]
     """Every custom node with its name, in order."""
-    products: int = 0
-    """Number of linears whose products TensorRT computes itself, in FP4."""
+    products: tuple[str, ...] = ()
+    """The nodes that are TensorRT's own products of 4-bit floats."""
 
 
 def deploy(program: Program, rewrite: StepRewriter | None = None) -> Deployment:
@@ -94,7 +94,6 @@ def deploy(program: Program, rewrite: StepRewriter | None = None) -> Deployment:
         made |= {step.ports[port] for port in outs}
         if rewrite is not None and rewrite.takes(step):
             rewrite.write(step, sheet)
-            sheet.products += 1
             continue
         sheet.nodes.append(_custom(program, step, outs, sheet))
         kept = sorted(KERNELS[step.op].in_place)
@@ -107,7 +106,7 @@ def deploy(program: Program, rewrite: StepRewriter | None = None) -> Deployment:
         sheet.weights,
         tuple(in_place),
         tuple(sheet.plugins),
-        sheet.products,
+        tuple(sheet.products),
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,13 @@ import tensorrt as trt
 
 from thor_dflash.builders.tensorrt.build_progress import BuildProgress
 from thor_dflash.builders.tensorrt.engine_file import EngineFileWriter
-from thor_dflash.builders.tensorrt.engine_inspector import layers, problems
-from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
+from thor_dflash.builders.tensorrt.engine_inspector import layers, tensors
+from thor_dflash.builders.tensorrt.inspection import (
+    FINDING,
+    EngineFinding,
+    InspectedLayer,
+    problems,
+)
 from thor_dflash.builders.tensorrt.network import add_profiles, parse
 from thor_dflash.builders.tensorrt.profiles import EngineGraphs
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
@@ -59,7 +64,7 @@ class TensorRTBuilder:
         launch no kernels.
         """
         registry = trt.get_plugin_registry()
-        creators = register(registry, self.device.device, None, nodes)
+        creators = register(registry, self.device.device, None, nodes, self.messages)
         try:
             yield
         finally:
@@ -90,24 +95,32 @@ class TensorRTBuilder:
         """Write the engine of some graphs at `path`; `directory` holds their constants.
 
         Raises:
-            EngineError: TensorRT refuses a graph or fails to build it; quotes its messages.
+            EngineError: TensorRT refuses a graph or fails to build it, or a plugin does; has the
+                plugin's reason or TensorRT's messages.
+            KeyboardInterrupt: Ctrl-C, from the main thread.
             OSError: the engine or the timing cache cannot be written.
         """
         self.messages.begin(together.name)
+        with BuildProgress(together.name, self.progress) as phases:
+            self._build(together, constants, directory, path, phases)
+
+    def _build(
+        self,
+        together: EngineGraphs,
+        constants: EngineConstants,
+        directory: Path,
+        path: Path,
+        phases: BuildProgress,
+    ) -> None:
         builder = trt.Builder(self.messages)
         network, held = parse(builder, self.messages, together, constants, directory)
         config = self._config(builder)
         add_profiles(builder, config, together)
-        phases, writer = BuildProgress(together.name, self.progress), EngineFileWriter(path)
         config.progress_monitor = phases
-        try:
+        with closing(EngineFileWriter(path)) as writer:
             done = builder.build_serialized_network_to_stream(network, config, writer)
-        finally:
-            writer.close()
-            phases.close()
         del held  # until here, TensorRT kept pointers to it
-        if phases.stop is not None:
-            raise phases.stop
+        self.messages.raise_failure()  # even if done: some failures go unnoticed
         if writer.failure is not None:
             raise writer.failure
         if not done:
@@ -118,8 +131,8 @@ class TensorRTBuilder:
         """Return the layers of a built engine.
 
         Raises:
-            EngineError: it does not load; or it holds something that its graph does not and
-                build.tensorrt.inspect is "refuse".
+            EngineError: it does not load; or it differs from its graph, and build.tensorrt.inspect
+                refuses that.
         """
         runtime, reader = trt.Runtime(self.messages), Reader(path)
         try:
@@ -128,19 +141,30 @@ class TensorRTBuilder:
             reader.close()
         if engine is None:
             raise EngineError(f"{path.name} must load again (got: {self.messages.why})")
-        found, wrong = list[InspectedLayer](), list[str]()
+        found, findings = list[InspectedLayer](), list[EngineFinding]()
         try:
             found = layers(engine)
         except ValueError as e:
-            wrong.append(f"a report of its layers that is no JSON ({e})")
-        wrong += problems(engine, found, together)
-        self.messages.lines += [f"INSPECTED: {line}" for line in wrong]
-        if wrong and self.config.inspect == "refuse":
+            findings.append(
+                EngineFinding(f"a report of its layers that is no JSON ({e})", certain=False)
+            )
+        self.judge(path.name, [*findings, *problems(tensors(engine), found, together)])
+        return found
+
+    def judge(self, name: str, findings: Sequence[EngineFinding]) -> None:
+        """Keep the findings about an engine.
+
+        Raises:
+            EngineError: build.tensorrt.inspect refuses one.
+        """
+        self.messages.lines += [f"{FINDING}{one.text}" for one in findings]
+        how = self.config.inspect
+        wrong = [one.text for one in findings if how == "refuse" or (how == "auto" and one.certain)]
+        if wrong:
             raise EngineError(
-                f"{path.name} must hold nothing that the graph does not (got {'; '.join(wrong)}); "
+                f"{name} must hold nothing that the graph does not (got {'; '.join(wrong)}); "
                 f'build.tensorrt.inspect = "note" builds it nevertheless'
             )
-        return found
 
     def _config(self, builder: trt.Builder) -> trt.IBuilderConfig:
         config = builder.create_builder_config()

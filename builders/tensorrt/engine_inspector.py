@@ -1,8 +1,4 @@
-"""Checks with TensorRT's inspector that an engine holds nothing that its graph does not.
-
-TensorRT does not promise a stable format of the inspector's output. So little of it is used here,
-and build.tensorrt.inspect = "note" accepts an engine in spite of problems.
-"""
+"""Reads what an engine holds, with TensorRT's inspector and from its own description."""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -12,21 +8,18 @@ and build.tensorrt.inspect = "note" accepts an engine in spite of problems.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Mapping
 
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
+from thor_dflash.builders.tensorrt.inspection import InspectedLayer, InspectedTensor
 from thor_dflash.builders.tensorrt.network import TYPES
-from thor_dflash.builders.tensorrt.profiles import EngineGraphs
+from thor_dflash.builders.tensorrt.profiles import Bounds
 from thor_dflash.core import strict_records
 
-REFORMAT = "Reformat"
-"""How the type (or the name, if there is no type) of a layer that copies to another format begins.
-"""
-PLUGIN = "PluginV3"
-FP4 = ("fp4", "e2m1")
-"""Words in the name of a tactic that multiplies 4-bit floats."""
+NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+"""A node of the graph, in the metadata of a layer."""
 
 
 def layers(engine: trt.ICudaEngine) -> list[InspectedLayer]:
@@ -44,45 +37,48 @@ def layers(engine: trt.ICudaEngine) -> list[InspectedLayer]:
 def _layer(row: object) -> InspectedLayer:
     table = strict_records.as_table(row)
     if table is None:
-        return InspectedLayer(str(row), "", "")
+        return InspectedLayer(str(row), nodes=(str(row),))
+    name = str(table.get("Name", ""))
+    ports = {
+        key: [strict_records.as_table(port) or {} for port in strict_records.as_list(value) or []]
+        for key, value in table.items()
+        if key in ("Inputs", "Outputs", "Constants")
+    }
+    reads, writes = ports.get("Inputs", []), ports.get("Outputs", [])
     return InspectedLayer(
-        str(table.get("Name", "")),
+        name,
         str(table.get("LayerType", "")),
         str(table.get("TacticName", table.get("TacticValue", ""))),
+        tuple(NODE.findall(str(table.get("Metadata", "")))) or (name,),
+        tuple(str(port.get("Name", "")) for port in reads),
+        tuple(str(port.get("Name", "")) for port in writes),
+        tuple(_dtype(port) for port in (*reads, *ports.get("Constants", []))),
     )
 
 
-def problems(
-    engine: trt.ICudaEngine, found: Sequence[InspectedLayer], together: EngineGraphs
-) -> list[str]:
-    """List the differences between an engine and its graph; empty if there are none."""
-    return [*_bindings(engine, together), *_layers(found, together)]
+def _dtype(port: Mapping[str, object]) -> str:
+    return str(port.get("Datatype", port.get("Format/Datatype", "")))
 
 
-def _bindings(engine: trt.ICudaEngine, together: EngineGraphs) -> Iterator[str]:
-    graph = together.model.graph
-    wanted = {v.name: TYPES[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
+def tensors(engine: trt.ICudaEngine) -> list[InspectedTensor]:
+    """Return every input and output of an engine."""
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    for name in sorted({*names} ^ wanted.keys()):
-        yield f"tensor {name} {'missing' if name in wanted else 'too many'}"
-    for name in names:
-        if name in wanted and engine.get_tensor_dtype(name) != wanted[name]:
-            yield f"{name} of type {engine.get_tensor_dtype(name)}"
-        if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
-            yield f"{name} in the host's memory"
-        for profile in range(len(together.ranges)):
-            if engine.get_tensor_format(name, profile) != trt.TensorFormat.LINEAR:
-                yield f"{name} in another format than rows"
+    return [_tensor(engine, name) for name in names]
 
 
-def _layers(found: Sequence[InspectedLayer], together: EngineGraphs) -> Iterator[str]:
-    copies = [one.name for one in found if (one.kind or one.name).startswith(REFORMAT)]
-    if copies:
-        yield f"{len(copies)} copies into another format: {', '.join(copies[:3])}"
-    nodes = sum(len(graph.plugins) for graph in together.graphs[:1])
-    plugins = sum(one.kind == PLUGIN for one in found)
-    if any(one.kind for one in found) and plugins not in (nodes, nodes * len(together.graphs)):
-        yield f"{plugins} plugins of {nodes} nodes"
-    products = together.graphs[0].products
-    if products and not any(word in one.tactic.lower() for one in found for word in FP4):
-        yield f"none of {products} linears multiplied in FP4"
+def _tensor(engine: trt.ICudaEngine, name: str) -> InspectedTensor:
+    profiles = range(engine.num_optimization_profiles)
+    kind = engine.get_tensor_dtype(name)
+    is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+    return InspectedTensor(
+        name,
+        next((elem_type for elem_type, known in TYPES.items() if known == kind), 0),
+        engine.get_tensor_location(name) == trt.TensorLocation.DEVICE,
+        tuple(engine.get_tensor_format(name, i) == trt.TensorFormat.LINEAR for i in profiles),
+        tuple(_bounds(engine, name, i) for i in profiles) if is_input else (),
+    )
+
+
+def _bounds(engine: trt.ICudaEngine, name: str, profile: int) -> Bounds:
+    least, best, most = engine.get_tensor_profile_shape(name, profile)
+    return tuple(least), tuple(best), tuple(most)

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 import tensorrt as trt
 
-from thor_dflash.builders.tensorrt.profiles import EngineGraphs, SizeRange
+from thor_dflash.builders.tensorrt.profiles import DYNAMIC, EngineGraphs, bounds, dims
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.core.errors import EngineError
 from thor_dflash.plugins.contract import DOMAIN
@@ -27,8 +27,6 @@ TYPES: Mapping[int, trt.DataType] = {
 }
 """Element types of everything that a graph or a plugin reads or writes."""
 LINEAR = 1 << int(trt.TensorFormat.LINEAR)
-DYNAMIC = -1
-"""Marks a size that a profile decides."""
 NAMED = 3
 """Most problems that one error message names."""
 
@@ -58,6 +56,7 @@ def parse(
         held.append(array)
         read = read and parser.load_initializer(name, array.ctypes.data, array.nbytes)
     if not (read and parser.parse_model_proto()):
+        messages.raise_failure()
         found = [str(parser.get_error(i)) for i in range(parser.num_errors)]
         raise EngineError(
             f"{together.name} must be a graph that TensorRT takes "
@@ -113,11 +112,6 @@ def _differences(what: str, tensor: trt.ITensor, info: onnx.ValueInfoProto) -> I
         yield f"{what} of shape {tuple(tensor.shape)}, not {shape}"
 
 
-def dims(info: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """Return a shape in TensorRT's notation."""
-    return tuple(DYNAMIC if d.dim_param else d.dim_value for d in info.type.tensor_type.shape.dim)
-
-
 def _plugins(network: trt.INetworkDefinition, graph: onnx.GraphProto) -> Iterator[str]:
     """Check that every custom node became one plugin layer, in order, with its own tensors. Its
     outputs are inputs of other nodes or of none: outputs of the graph, which `_ports` checks.
@@ -151,24 +145,9 @@ def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, together: Eng
         profile = builder.create_optimization_profile()
         for info in together.model.graph.input:
             if DYNAMIC in dims(info):
-                least, best, most = _sizes(info, ranges)
+                least, best, most = bounds(info, ranges)
                 profile.set_shape(info.name, least, best, most)
         if config.add_optimization_profile(profile) != number:
             raise EngineError(
                 f"{together.name}: TensorRT must take profile {number} (got a refusal of {ranges})"
             )
-
-
-def _sizes(
-    info: onnx.ValueInfoProto, ranges: Mapping[str, SizeRange]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    shape = info.type.tensor_type.shape.dim
-    each = [
-        ranges[d.dim_param] if d.dim_param else SizeRange(d.dim_value, d.dim_value, d.dim_value)
-        for d in shape
-    ]
-    return (
-        tuple(size.least for size in each),
-        tuple(size.best for size in each),
-        tuple(size.most for size in each),
-    )

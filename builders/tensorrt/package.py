@@ -19,7 +19,7 @@ from thor_dflash.builders.graphs.graph_builder import GraphBuilder
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.tensorrt.dense_linears import DenseLinears
 from thor_dflash.builders.tensorrt.deployment_graph import Deployment, deploy
-from thor_dflash.builders.tensorrt.inspected_layer import InspectedLayer
+from thor_dflash.builders.tensorrt.inspection import InspectedLayer
 from thor_dflash.builders.tensorrt.profiles import EngineGraphs, SizeRange, gather
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.config.tensorrt import TensorRTConfig

@@ -14,6 +14,10 @@ from thor_dflash.plugins.verify_attention import TILE
 
 CACHE = "cache_rows"
 RING = "ring_rows."
+DYNAMIC = -1
+"""TensorRT's mark of a size that a profile decides."""
+Bounds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Least, usual and largest shape of a value in one profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +121,22 @@ def _symbolise(
         dim.dim_param = symbol
         for profile, size in zip(made, sizes, strict=True):
             profile[symbol] = SizeRange(size, size, size)
+
+
+def dims(info: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """Return a shape in TensorRT's notation."""
+    return tuple(DYNAMIC if d.dim_param else d.dim_value for d in info.type.tensor_type.shape.dim)
+
+
+def bounds(info: onnx.ValueInfoProto, ranges: Mapping[str, SizeRange]) -> Bounds:
+    """Return the shapes of a value in a profile."""
+    shape = info.type.tensor_type.shape.dim
+    each = [
+        ranges[d.dim_param] if d.dim_param else SizeRange(d.dim_value, d.dim_value, d.dim_value)
+        for d in shape
+    ]
+    return (
+        tuple(size.least for size in each),
+        tuple(size.best for size in each),
+        tuple(size.most for size in each),
+    )

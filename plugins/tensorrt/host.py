@@ -1,4 +1,6 @@
-"""What TensorRT needs from its host program: a logger, and a reader for engine files."""
+"""What TensorRT needs from its host program: a logger, and a reader for engine files. The logger
+also keeps the exceptions of plugins.
+"""
 
 # tensorrt is not installed where the checkers run: the tests check this file against its bindings.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -7,8 +9,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import tensorrt as trt
 
@@ -17,12 +22,14 @@ PIECE = 16 << 20
 
 
 class Messages(trt.ILogger):
-    """A logger that keeps warnings and errors."""
+    """A logger that keeps warnings and errors, and the exceptions that plugins raised."""
 
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
         self.lines: list[str] = []
         self.errors: list[str] = []
+        self.failures: list[BaseException] = []
+        """See `keeps_failure`."""
 
     def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
         """Called by TensorRT, from any thread."""
@@ -34,12 +41,45 @@ class Messages(trt.ILogger):
     def begin(self, name: str) -> None:
         """Start collecting the messages about an engine."""
         self.errors.clear()
+        self.failures.clear()
         self.lines.append(f"== {name}")
 
     @property
     def why(self) -> str:
         """The errors since the last `begin`, in one line."""
         return "; ".join(self.errors) or "TensorRT did not say"
+
+    def raise_failure(self) -> None:
+        """Raise the first exception of a plugin since the last `begin`, if there is one."""
+        if self.failures:
+            raise self.failures[0]
+
+
+class Failing(Protocol):
+    """An object whose methods TensorRT calls."""
+
+    messages: Messages
+
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=Failing)
+T = TypeVar("T")
+
+
+def keeps_failure(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Keep an exception of a method that TensorRT calls: its bindings print it and give TensorRT an
+    error number, or, for a workspace, nothing.
+    """
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as e:
+            self.messages.failures.append(e)
+            raise
+
+    return call
 
 
 class Reader(trt.IStreamReaderV2):

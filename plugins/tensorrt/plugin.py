@@ -18,6 +18,7 @@ Uses the API that TensorRT 10.13.3 and 11.4 have in common.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -32,6 +33,7 @@ from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.cuda.op_call import OpCall
 from thor_dflash.plugins.launch import CallSite, Device, Shaped
 from thor_dflash.plugins.registry import KERNELS
+from thor_dflash.plugins.tensorrt.host import Messages, keeps_failure
 from thor_dflash.plugins.tensorrt.node import KEYS, Key, PluginNode, fingerprint
 
 TYPES: Mapping[trt.DataType, DType] = {
@@ -48,7 +50,14 @@ OF = {dtype: kind for kind, dtype in TYPES.items()}
 class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
     """One call of one operator. Each execution context has its own clone, with its own memory."""
 
-    def __init__(self, node: PluginNode, device: Device, kernels: Kernels | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        node: PluginNode,
+        device: Device,
+        kernels: Kernels | None,
+        messages: Messages,
+    ) -> None:
         trt.IPluginV3.__init__(self)
         trt.IPluginV3OneCore.__init__(self)
         trt.IPluginV3OneBuild.__init__(self)
@@ -62,10 +71,17 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         self.timing_cache_id = f"{fingerprint()[:16]} {node.key}"
         self.metadata_string = str(node.fields())
         self.node = node
+        self.messages = messages
+        self._name = name
         self._device = device
         self._kernels = kernels
         self._call: OpCall | None = None
         self._at: CallSite | None = None
+        # TensorRT deletes its plugins, and the bindings then give back a reference that only a
+        # plugin has that was once asked for its capabilities. From any other, such as a clone of a
+        # build that fails, they would take the last one: Python would free the object again. So
+        # each plugin has one more, which is never given back. Source: ~PyIPluginV3Impl.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     # ---- core ----------------------------------------------------------------------------
 
@@ -76,7 +92,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def clone(self) -> Plugin:
         """Returns a plugin for the same call, without memory yet."""
-        return Plugin(self.node, self._device, self._kernels)
+        return Plugin(self._name, self.node, self._device, self._kernels, self.messages)
 
     def destroy(self) -> None:
         """Free the memory."""
@@ -86,11 +102,13 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     # ---- build ---------------------------------------------------------------------------
 
+    @keeps_failure
     def get_output_data_types(self, input_types: Sequence[trt.DataType]) -> list[trt.DataType]:
         """Returns the outputs' types, by the contract."""
         inputs = self._types(input_types)
         return [OF[self.node.output_dtype(port, inputs)] for port in self.node.outputs]
 
+    @keeps_failure
     def get_output_shapes(
         self,
         inputs: Sequence[trt.DimsExprs],
@@ -106,6 +124,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         found = self.node.output_shapes(known, expr_builder.constant)
         return [trt.DimsExprs(list(found[port])) for port in self.node.outputs]
 
+    @keeps_failure
     def supports_format_combination(
         self, pos: int, in_out: Sequence[trt.DynamicPluginTensorDesc], num_inputs: int
     ) -> bool:
@@ -120,6 +139,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         inputs = self._types([desc.type for desc in descs[:num_inputs]])
         return self.node.takes(names[pos], kind, inputs)
 
+    @keeps_failure
     def configure_plugin(
         self,
         pos_in: Sequence[trt.DynamicPluginTensorDesc],
@@ -137,6 +157,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         """There are no tactics: the launch rule chooses the launches."""
         return []
 
+    @keeps_failure
     def get_workspace_size(
         self,
         inputs: Sequence[trt.DynamicPluginTensorDesc],
@@ -157,11 +178,13 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         """Ignored: there are no tactics."""
         del tactic
 
+    @keeps_failure
     def get_fields_to_serialize(self) -> trt.PluginFieldCollection:
         """Returns the two fields by which the node is found again."""
         kind, halves = trt.PluginFieldType.INT32, zip(KEYS, _halves(self.node.key), strict=True)
         return trt.PluginFieldCollection([trt.PluginField(n, h.data, kind) for n, h in halves])
 
+    @keeps_failure
     def on_shape_change(
         self, inputs: Sequence[trt.PluginTensorDesc], outputs: Sequence[trt.PluginTensorDesc]
     ) -> None:
@@ -179,6 +202,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
         if self._kernels is not None:
             self._call, self._at = OpCall(self._kernels, self.node.kernels, site), site
 
+    @keeps_failure
     def enqueue(
         self,
         input_desc: Sequence[trt.PluginTensorDesc],
@@ -210,7 +234,7 @@ class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPl
 
     def _check(self, site: CallSite) -> None:
         if why := self.node.kernels.refuse(site):
-            raise EngineError(f"{self.plugin_name}: {why}")
+            raise EngineError(f"{self.plugin_name} {self._name}: {why}")
 
     def _most(
         self,
@@ -247,7 +271,12 @@ class Creator(trt.IPluginCreatorV3One):
     """Creates the plugins of one operator."""
 
     def __init__(
-        self, op: str, device: Device, kernels: Kernels | None, nodes: Mapping[Key, PluginNode]
+        self,
+        op: str,
+        device: Device,
+        kernels: Kernels | None,
+        nodes: Mapping[Key, PluginNode],
+        messages: Messages,
     ) -> None:
         trt.IPluginCreatorV3One.__init__(self)
         self.name = KERNELS[op].op.type
@@ -257,11 +286,13 @@ class Creator(trt.IPluginCreatorV3One):
         self.field_names = trt.PluginFieldCollection(
             [trt.PluginField(name, half.data, kind) for name, half in halves]
         )
+        self.messages = messages
         self._op = op
         self._device = device
         self._kernels = kernels
         self._nodes = nodes
 
+    @keeps_failure
     def create_plugin(
         self, name: str, field_collection: trt.PluginFieldCollection, phase: trt.TensorRTPhase
     ) -> Plugin:
@@ -279,7 +310,7 @@ class Creator(trt.IPluginCreatorV3One):
                 f"{name} must be a call that its package describes (got {self.name} {key}); "
                 "build the package again"
             )
-        return Plugin(node, self._device, self._kernels)
+        return Plugin(name, node, self._device, self._kernels, self.messages)
 
 
 def register(
@@ -287,6 +318,7 @@ def register(
     device: Device,
     kernels: Kernels | None,
     nodes: Iterable[PluginNode],
+    messages: Messages,
 ) -> tuple[Creator, ...]:
     """Register a creator for every operator that has calls in `nodes`. Keep the returned creators
     as long as networks or engines with these plugins exist, then `deregister` them.
@@ -296,6 +328,7 @@ def register(
         device: The device that the launches are for.
         kernels: The kernels to launch; None while engines are built: the plugins launch nothing.
         nodes: The calls.
+        messages: Keeps the exceptions of the plugins.
 
     Raises:
         EngineError: creators of these names are already registered.
@@ -303,7 +336,7 @@ def register(
     table = {node.key: node for node in nodes}
     made: list[Creator] = []
     for op in sorted({node.op for node in table.values()}):
-        creator = Creator(op, device, kernels, table)
+        creator = Creator(op, device, kernels, table, messages)
         if not registry.register_creator(creator, DOMAIN):
             deregister(registry, made)
             raise EngineError(

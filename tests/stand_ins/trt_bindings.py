@@ -2,7 +2,7 @@
 
 A process can load one version of the bindings, so each version is tested in a process of its own.
 Output shapes are not computed here: their IDimensionExpr exist only in a network of the real
-library. The stand-in (trt_enums.py) is used for them.
+library. The tests of tests/trt compute them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from thor_dflash.plugins.tensorrt.node import KEYS, PluginNode, describe, tensor
 class BindingChecks:
     """Makes the plugin of every case of every operator with the bindings and checks the results."""
 
-    def __init__(self, trt: Any, plugin: Any) -> None:
-        self.trt, self.module = trt, plugin
+    def __init__(self, trt: Any, plugin: Any, messages: Any) -> None:
+        self.trt, self.module, self.messages = trt, plugin, messages
         self.types = {dtype: kind for kind, dtype in plugin.TYPES.items()}
         self.count = 0
 
@@ -39,7 +39,7 @@ class BindingChecks:
             cases = [(site, describe(site, outs_of(site))) for _, site in taken_of(op)]
             table = {node.key: node for _, node in cases}
             for site, node in cases:
-                self.one(self.module.Creator(node.op, THOR, None, table), site, node)
+                self.one(self.module.Creator(node.op, THOR, None, table, self.messages), site, node)
                 self.count += 1
         return {"version": self.trt.__version__, "plugins": self.count}
 
@@ -123,4 +123,4 @@ def main(site: str, *paths: str) -> None:
 
     assert issubclass(host.Messages, trt.ILogger)
     assert set(plugin.TYPES.values()) >= {DType.F32, DType.BF16, DType.FP8, DType.I32}
-    print(json.dumps(BindingChecks(trt, plugin).all()))
+    print(json.dumps(BindingChecks(trt, plugin, host.Messages()).all()))

@@ -41,13 +41,15 @@ class Ready:
     """
 
     def __init__(self, machine: Machine, call: Call, *, apart: bool) -> None:
+        from thor_dflash.plugins.tensorrt.host import Messages
         from thor_dflash.plugins.tensorrt.plugin import register
 
         self.machine, self.call = machine, call
         self.node = describe(call.site, set(call.want))
         registry: Any = trt.get_plugin_registry()
         registry.creators.clear()
-        register(registry, machine.kernels.device, machine.kernels, [self.node])
+        kernels = machine.kernels
+        register(registry, kernels.device, kernels, [self.node], Messages())
         self.plugin = trt.made(self.node)
         self.ins = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.inputs]
         self.outs = [trt.desc(tensor_of(call.site.ports[port])) for port in self.node.outputs]

@@ -26,9 +26,10 @@ class TensorRTConfig:
     """Optimisation level: how long the builder looks for faster layers; 3 is TensorRT's default."""
     timings: str = "~/.cache/thor-dflash/timings"
     """Directory of the builder's timing cache, which saves time in the next build."""
-    inspect: Literal["refuse", "note"] = "refuse"
-    """What to do if an engine has a copy, a precision or a layer that its graph does not have:
-    `refuse` it, or `note` it in the package's tensorrt.log."""
+    inspect: Literal["auto", "refuse", "note"] = "auto"
+    """What to do if TensorRT's inspector shows a copy, a precision or a layer that the graph does
+    not have. refuse: fail. note: write it to the package's tensorrt.log. auto: fail if it is
+    certain, write it to the log if the inspector uses words that are unknown here."""
 
     @property
     def timings_directory(self) -> Path:

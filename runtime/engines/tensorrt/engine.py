@@ -164,7 +164,7 @@ class TensorRTEngine:
         kernels = Kernels(self.driver, self.info.device, directory, overlap=overlap)
         nodes = [parse(node.op, node.fields) for plan in plans for node in plan.nodes]
         registry = trt.get_plugin_registry()
-        self._creators = register(registry, self.info.device, kernels, nodes)
+        self._creators = register(registry, self.info.device, kernels, nodes, self._messages)
         free = self.driver.free_memory()
         files = sorted({plan.file for plan in plans})
         # Kept by its engines alone, so that nothing of TensorRT outlives the CUDA context.
@@ -181,6 +181,7 @@ class TensorRTEngine:
             # None if it fails, although the bindings' signature does not say so.
             engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(reader)
         if engine is None:
+            self._messages.raise_failure()
             raise EngineError(
                 f"{file} must be an engine that TensorRT loads here (got: {self._messages.why})"
             )
@@ -288,6 +289,7 @@ class TensorRTEngine:
     def _enqueue(self, bound: BoundEngine, places: tuple[int, ...]) -> None:
         context = bound.contexts[places]
         if not context.execute_async_v3(int(self.driver.stream)):
+            self._messages.raise_failure()
             why = self._messages.why
             raise EngineError(f"TensorRT engine {context.name} must run (got: {why})")
 
@@ -320,4 +322,5 @@ def _must(done: bool, plan: EngineDescription, messages: Messages) -> None:
 
 
 def _refusal(plan: EngineDescription, messages: Messages) -> EngineError:
+    messages.raise_failure()
     return EngineError(f"TensorRT engine {plan.name} must take its tensors (got: {messages.why})")

@@ -1,14 +1,12 @@
 """Linears of prefill that are standard nodes instead of plugins, so that TensorRT multiplies by
-itself: which linears these are, and what their nodes compute.
+itself: what these nodes compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from weakref import ref
 
 import ml_dtypes
 import numpy as np
@@ -17,15 +15,13 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from stand_ins import trt_recorder as recorder
-from support.checkpoints import Dialect, write_target
-from support.trt_builds import CHUNKS, HYBRID, Recorded, options, record_hybrid
+from support.checkpoints import write_target
+from support.trt_builds import HYBRID, options
 
 from thor_dflash.builders.build import make_plan, material
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.tensorrt.dense_linears import DenseLinears
 from thor_dflash.builders.tensorrt.deployment_graph import DeploymentBuilder
-from thor_dflash.builders.tensorrt.package import plan_engines
 from thor_dflash.builders.tensorrt.weight_constants import EngineConstants
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR
@@ -35,148 +31,6 @@ from thor_dflash.plugins.linear.reference import reference
 BF16 = DType.BF16.numpy
 FP4 = ml_dtypes.float4_e2m1fn
 ROWS = ("x", "gate", "residual")
-
-
-@pytest.fixture(scope="module")
-def modelopt(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return record_hybrid(tmp_path_factory.mktemp("modelopt"), "modelopt")
-
-
-def test_prefills_of_every_size_are_profiles_of_one_engine(modelopt: Recorded) -> None:
-    assert {name for name in modelopt.engines if name.startswith("prefill")} == {"prefill"}
-    profiles = modelopt.engines["prefill"].config.profiles
-    for i, chunk in enumerate(CHUNKS):
-        name = "prefill" if i == 0 else f"prefill.chunk{chunk}"
-        description = modelopt.description(name)
-        assert (description.file, description.profile) == ("prefill.plan", i)
-        assert description.inputs["tokens"].shape == (chunk,)
-        assert profiles[i].shapes["tokens"] == ((chunk,),) * 3
-    assert len(profiles) == len(CHUNKS)
-
-
-@pytest.mark.parametrize(("dialect", "some"), [("modelopt", False), ("mixed", True)])
-def test_plugins_leave_rows_ready_for_plugins_alone(
-    tmp_path: Path, dialect: Dialect, some: bool
-) -> None:
-    """In a step of few rows. `some`: some of its products are plugins; otherwise none is."""
-    write_target(tmp_path / "t", HYBRID, 1, dialect)
-    config = replace(options(tmp_path), chunks=(CHUNKS[0], 16))
-    made = plan_engines(material(make_plan(read_target(tmp_path / "t"), None, config))).together
-    graphs = {graph.name: graph for one in made for graph in one.graphs}
-    short = graphs["prefill.chunk16"].plugins
-    left = [name for name, node in short if "y0_slabs" in node.outputs]
-    taken = [name for name, node in short if "x_slabs" in (*node.inputs, *node.outputs)]
-    assert len(left) == len(taken)
-    assert bool(left) == some
-    together = next(one.graphs for one in made if one.name == "prefill")
-    assert len(together) == (1 if some else 2)
-    for name, node in short:
-        names = {*node.inputs, *node.outputs, *node.attributes.values}
-        assert "next_packed" not in names
-        if name not in left:
-            assert not {"next_gate", "next_norm_weight", "next_norm_offset", "y0_squares"} & names
-
-
-def test_linears_are_tensorrt_s_own_in_prefill_and_plugins_elsewhere(modelopt: Recorded) -> None:
-    kinds = {name: [layer.kind for layer in one.network.layers]
-             for name, one in modelopt.engines.items()}  # fmt: skip
-    assert "ThorLinear" not in kinds["prefill"]
-    assert "MatMul" not in kinds["verify"]
-    assert "ThorGdn" in kinds["prefill"]
-    layers = len(read_target(modelopt.out.parent / "target").dims.layers)
-    assert kinds["prefill"].count("TRT_FP4DynamicQuantize") == 4 * layers - 3
-    assert kinds["verify"].count("ThorLinear") == 4 * layers
-
-
-def above(network: recorder.INetworkDefinition, layer: recorder.ILayer, port: int) -> Any:
-    """The layers that make an input, from the nearest one along their first inputs."""
-    made = {t.name: one for one in network.layers for t in one.outputs}
-    found, at = list[recorder.ILayer](), made.get(layer.inputs[port].name)
-    while at is not None:
-        found.append(at)
-        at = made.get(at.inputs[0].name) if at.inputs and at.plugin is None else None
-    return found
-
-
-def test_the_axis_that_is_cut_into_blocks_has_a_size_that_tensorrt_knows(
-    modelopt: Recorded,
-) -> None:
-    """Its documentation of DynamicQuantize demands a constant when it builds. An inferred size (-1)
-    is none to it if, as in an engine of several profiles, the number of rows is not known.
-    """
-    network, shaped = modelopt.engines["prefill"].network, 0
-    for quantiser in [one for one in network.layers if one.kind == "TRT_FP4DynamicQuantize"]:
-        rows, columns = quantiser.inputs[0].shape
-        assert rows == -1
-        if last := next((x for x in above(network, quantiser, 0) if x.kind == "Reshape"), None):
-            [sizes, *_] = above(network, last, 1)
-            assert onnx.numpy_helper.to_array(sizes.fields["value"]).tolist() == [0, columns]
-            shaped += 1
-    assert shaped == read_target(modelopt.out.parent / "target").dims.layers.count("gdn")
-
-
-def test_only_what_tensorrt_multiplies_with_is_a_constant(modelopt: Recorded) -> None:
-    prefill = modelopt.engines["prefill"].network
-    assert prefill.initializers
-    assert not {t.name for t in prefill.inputs} & prefill.initializers.keys()
-    assert not [n for n in prefill.initializers if "conv1d" in n or "embed" in n]
-    for name, one in modelopt.engines.items():
-        assert name == "prefill" or not one.network.initializers
-    assert not (modelopt.out / ".scratch").exists()
-
-
-def test_constants_stay_mapped_until_their_engine_is_built_and_on_disk_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parser gets their addresses, and TensorRT reads them when it builds. The parser itself
-    must not outlive them either.
-    """
-    files, left = list[list[str]](), list[bool]()
-    mapped, build = EngineConstants.mapped, recorder.Builder.build_serialized_network_to_stream
-    given, alive = list[ref[Array]](), list[bool]()
-
-    def watched(*args: Any) -> Iterator[tuple[str, Array]]:
-        for name, array in mapped(*args):
-            given.append(ref(array))
-            yield name, array
-
-    def built(*args: Any) -> bool:
-        alive.extend(array() is not None for array in given)
-        files.append([path.name for path in tmp_path.glob("*/.scratch/*")])
-        return build(*args)
-
-    def ended(parser: recorder.OnnxParser) -> None:
-        left.extend(array() is not None for array in given)
-        given.clear()
-
-    monkeypatch.setattr(EngineConstants, "mapped", watched)
-    monkeypatch.setattr(recorder.Builder, "build_serialized_network_to_stream", built)
-    monkeypatch.setattr(recorder.OnnxParser, "__del__", ended, raising=False)
-    record_hybrid(tmp_path, "modelopt")
-    assert len(alive) > 10
-    assert all(alive)
-    assert left == alive
-    assert files == [["constants.bin"], *[[] for _ in files[1:]]]
-
-
-def test_linears_stored_in_fp8_stay_plugins(tmp_path: Path) -> None:
-    network = record_hybrid(tmp_path, "mixed").engines["prefill"].network
-    kinds = [layer.kind for layer in network.layers]
-    assert "ThorLinear" in kinds
-    assert "TRT_FP4DynamicQuantize" in kinds
-
-
-@pytest.mark.parametrize(("dialect", "scale"), [("modelopt", 0.01), ("compressed-tensors", 1 / 77)])
-def test_the_scale_of_rows_is_what_the_checkpoint_tells(
-    tmp_path: Path, dialect: Dialect, scale: float
-) -> None:
-    write_target(tmp_path / "t", HYBRID, 1, dialect)
-    plan = make_plan(read_target(tmp_path / "t"), None, options(tmp_path))
-    [read] = set(material(plan).scales.values())
-    assert read == pytest.approx(scale, rel=1e-6)
-
-
-# ---- what the nodes compute -------------------------------------------------------------------
 
 
 class TRT_FP4DynamicQuantize(OpRun):  # noqa: N801

@@ -1,5 +1,5 @@
 """Our code, type-checked against TensorRT's own bindings, of the versions of a Thor and of the
-newest that is supported; and the recorder, compared with them member by member.
+newest that is supported.
 
 This shows that every call exists, not that it does what we expect.
 """
@@ -82,6 +82,3 @@ def test_wrong_calls_are_found_each_on_its_line(
     file.write_text(WRONG)
     found = {int(line.split(":")[1]) for line in mypy(typings[version], str(file))}
     assert found == {i for i, line in enumerate(WRONG.splitlines(), 1) if "#" in line}
-
-
-# ---- the recorder has no more than TensorRT ----------------------------------------------------

@@ -37,9 +37,8 @@ def asked(site: Path, made: list[Path]) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize(
-    "version", [*(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[:-1]), VERSIONS[-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
 def test_every_plugin_answers_through_the_bindings(version: str, tmp_path: Path) -> None:
     report = asked(bindings(version), libraries(version, tmp_path))
     assert report["version"] == version

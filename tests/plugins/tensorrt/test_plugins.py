@@ -62,9 +62,11 @@ def tensors(site: CallSite, ports: tuple[str, ...]) -> list[Shaped]:
 
 
 def registered(*nodes: PluginNode) -> Any:
+    from thor_dflash.plugins.tensorrt.host import Messages
     from thor_dflash.plugins.tensorrt.plugin import register
 
-    return register(trt.get_plugin_registry(), THOR, None, nodes)  # type: ignore[arg-type]
+    registry: Any = trt.get_plugin_registry()
+    return register(registry, THOR, None, nodes, Messages())
 
 
 @every_operator

@@ -67,6 +67,19 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         more = len(manifest.skipped) - NAMED
         rest = f", and {more} more (all in manifest.toml)" if more > 0 else ""
         print(f"skipped tensors: {visible(named)}{rest}")
+    if config.build.engine == "tensorrt":
+        _print_findings(args.out)
+
+
+def _print_findings(out: Path) -> None:
+    """Say what TensorRT's inspector shows that the graphs do not have."""
+    from thor_dflash.builders.tensorrt.inspection import FINDING
+    from thor_dflash.builders.tensorrt.package import LOG
+
+    lines = (out / LOG).read_text(encoding="utf-8").splitlines()
+    found = [line.removeprefix(FINDING) for line in lines if line.startswith(FINDING)]
+    if found:
+        print(f"{len(found)} findings in the engines, all in {out / LOG}: {visible(found[0])}")
 
 
 def _print_further_stop(target: Path, manifest: Manifest) -> None:
