@@ -44,8 +44,9 @@ def test_the_package_holds_an_engine_and_a_description_of_every_graph(nano: Buil
     found = manifest.read(nano.out)
     verify(nano.out, found)
     assert (found.engine, found.kv, found.activations) == ("tensorrt", "fp8", "bf16")
-    steps = {"verify", "accept", "accept_masked", "propose", "observe", "observe_chunk",
-             "observe_chunk.chunk64", "prefill", "prefill.chunk64"}  # fmt: skip
+    steps = {"verify", "accept", "accept_masked", "accept_sampled", "accept_sampled_masked",
+             "propose", "sample_drafts", "observe", "observe_chunk", "observe_chunk.chunk64",
+             "prefill", "prefill.chunk64"}  # fmt: skip
     assert nano.engines.keys() == steps
     for step in steps:
         one, graph = nano.description(step), nano.engines[step].together.graphs[0]
