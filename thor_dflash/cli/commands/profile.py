@@ -116,7 +116,7 @@ def _check(args: Namespace) -> Profile | None:
 
 def _check_outputs(args: Namespace) -> None:
     """No file that is written may be one that is read."""
-    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.source,
+    given = {"--tokens": args.tokens, "--messages": args.messages, "--schema": args.schema,
              "--compare": args.compare}  # fmt: skip
     for name, path in given.items():
         for option, out in (("--html", args.html), ("--trace", args.trace)):
