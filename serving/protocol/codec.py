@@ -164,6 +164,8 @@ def head_of(codec: Codec, body: bytes) -> Head:
     Raises:
         PlanError: bad_request.
     """
+    if len(body) <= HEAD_BYTES:
+        return codec.decode(body, Head)
     fields: dict[str, Raw] = structs.asdict(codec.decode(body, _RawHead))
     return Head(**{name: short(codec, raw) for name, raw in fields.items() if len(raw)})
 
