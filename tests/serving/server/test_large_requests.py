@@ -90,12 +90,11 @@ def test_a_request_that_is_refused_unread_is_answered_by_its_id(encoding: Codec)
         assert refuse_unread(encoding.encode({"op": "plan", **other}), busy).id is None
 
 
-@pytest.mark.parametrize("kind", ["numbers", FRAMES])
-def test_a_flood_disturbs_nobody_for_long(kind: str) -> None:
-    found = flood.measure(kind, clients=8, seconds=0.7)
+def test_a_flood_disturbs_nobody_for_long() -> None:
+    found = flood.measure("numbers", clients=8, seconds=0.7)
     assert found.sent
     assert found.acks
-    # Where literals were decoded on the I/O thread, and frames kept, these were seconds and GB.
+    # Where literals were decoded on the I/O thread, these were seconds.
     assert max(found.control) < 1000
     assert found.memory < flood.MEMORY_MB
 
