@@ -26,7 +26,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("numpy", "onnx", "onnxruntime", "tokenizers", "llguidance", "pyzmq", "msgspec",
-            "uvicorn", "cuda-bindings", "nvidia-cuda-nvrtc", "tensorrt-rtx-cu13-bindings")  # fmt: skip
+            "uvicorn", "cuda-bindings", "nvidia-cuda-nvrtc",
+            "tensorrt-rtx-cu13-bindings")  # fmt: skip
 
 
 def output(*command: str) -> str:
