@@ -15,6 +15,7 @@ from support.loop_models import DEAD, answer, drafts, erring, oracle
 from support.planner_nano import package, request, tasks
 from support.poisoned_memory import poison
 
+from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
@@ -59,6 +60,27 @@ def test_any_drafter_gives_the_plain_answer_on_every_held_out_prompt(session: Se
         lengths.append(spec.accept_len)
     print(f"{np.mean(lengths):.2f} tokens a cycle")
     assert np.mean(lengths) > 8  # it was trained for these tasks
+
+
+DRAWN = {
+    "all": SamplingConfig(temperature=1.0, seed=1),
+    "qwen": SamplingConfig(temperature=1.0, top_k=20, top_p=0.95, seed=2**63 - 1),
+    "wide": SamplingConfig(temperature=0.7, top_p=0.9, min_p=0.01, seed=7),
+}
+
+
+@pytest.mark.parametrize("how", DRAWN)
+def test_any_drafter_gives_the_plain_sampled_answer(session: Session, how: str) -> None:
+    lengths: list[float] = []
+    for index in range(0, len(tasks()), 8):
+        greedy = request(session, index)
+        asked = replace(greedy, sampling=DRAWN[how])
+        truth = answer(session, asked, NoDrafter())
+        for proposer in (DEAD, oracle(truth), erring(truth, 0.2, index), DflashDrafter()):
+            assert answer(session, asked, proposer) == truth, (index, proposer)
+        lengths.append(session.report().spec.accept_len)
+    print(f"{np.mean(lengths):.2f} tokens a cycle")
+    assert np.mean(lengths) > 3
 
 
 def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:
