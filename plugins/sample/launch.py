@@ -5,11 +5,14 @@ from __future__ import annotations
 from thor_dflash.plugins.launch import CallSite, Device, Int, Launch, OpKernels, Pointer
 from thor_dflash.plugins.sample import OP
 
-MOST_BLOCKS = 8
-"""Largest cluster that every device can run."""
-NARROW, WIDE = (256, 32), (512, 64)
-"""Threads of a block, and logits that each holds in registers."""
-MOST_LOGITS = MOST_BLOCKS * WIDE[0] * WIDE[1]
+NARROW = 8192
+"""Most logits of a row that one block takes."""
+NARROW_THREADS, THREADS = 256, 512
+BLOCKS = 5
+"""Blocks of a cluster for longer rows: three clusters fit into any 16 neighbouring multiprocessors,
+so that an H100 runs 16 rows at once. Four could not hold a row of 248,320."""
+MOST_LOGITS = BLOCKS * 55_000
+"""What the shared memory of a cluster holds."""
 
 TOLERANCE = 0.0
 """The results are integers, and the arithmetic that chooses them has one definition."""
@@ -36,8 +39,8 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     del device
     rows, width = site.ports["logits"].shape
     limit = _limit(site)
-    threads, held = NARROW if limit <= MOST_BLOCKS * NARROW[0] * NARROW[1] else WIDE
-    blocks = -(-limit // (threads * held))
+    blocks, threads = (1, NARROW_THREADS) if limit <= NARROW else (BLOCKS, THREADS)
+    part = -(-limit // (4 * blocks)) * 4
     return (
         Launch(
             kernel="sample_rows",
@@ -50,10 +53,10 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
                 Int(site.size("mask", 1) if "mask" in site else 0),
                 Int(site.attributes.integer("first")),
             ),
-            shared=4 * held * threads,
+            shared=4 * part,
             defines={
                 "THREADS": threads,
-                "HELD": held,
+                "PART": part,
                 "BLOCKS": blocks,
                 "MAPPED": int("id_map" in site),
             },

@@ -21,8 +21,8 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     vocab = a.integer("vocab")
     whole = b.take(x["logits"], 0, vocab, 1) if vocab else x["logits"]
     logits = masked(b, x["mask"], whole) if "mask" in x else whole
-    rank, rows, z = _ranked(b, x, logits)
-    kept = _kept(b, x, rank, z)
+    rows, z, finite = _ranked(b, x, logits)
+    kept = b.op("And", finite, _kept(b, x, z))
     ids = b.op("Gather", b.cast(x["id_map"], I64), rows, axis=0) if "id_map" in x else rows
     score = b.op("Add", z, onnx_noise.noise(b, x["seed"], _positions(b, x, a, logits), ids))
     score = b.op("Where", kept, score, b.f32(-np.inf))
@@ -40,21 +40,21 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
 
 
 def _ranked(b: FunctionBuilder, x: Inputs, logits: str) -> tuple[str, str, str]:
-    """Ranks int64 [K], and [T, K] of the first K = top_k ranks: stored rows, and z."""
+    """[T, K] of the first K = top_k ranks: stored rows, z, and whether the logit is allowed."""
     width = b.op("Shape", logits, start=1, end=2)
     top_k = b.cast(x["top_k"], I64)
     off = b.op("Equal", top_k, b.scalar(0))
     ranks = b.op("Where", off, width, b.op("Min", top_k, width))
     top, rows = b.ops("TopK", [logits, ranks], 2, axis=1)
+    finite = b.op("Greater", top, b.f32(-np.inf))
     away = b.op("Sub", top, b.take(top, 0, 1, 1))
     z = b.op("Mul", away, b.op("Div", b.f32(1.0), x["temperature"]))
     # Not-a-number of a row without a choice must not reach a table's index.
-    z = b.op("Where", b.op("IsInf", top), b.f32(-np.inf), z)
-    z = b.op("Where", b.op("IsNaN", z), b.f32(-np.inf), z)
-    return b.op("Range", b.scalar(0), b.op("Squeeze", ranks), b.scalar(1)), rows, z
+    usable = b.op("And", finite, b.op("Not", b.op("IsNaN", z)))
+    return rows, b.op("Where", usable, z, b.f32(-np.inf)), finite
 
 
-def _kept(b: FunctionBuilder, x: Inputs, rank: str, z: str) -> str:
+def _kept(b: FunctionBuilder, x: Inputs, z: str) -> str:
     """bool [T, K]: whether a rank may be drawn."""
     weights = b.op("Mul", onnx_noise.exp(b, z), b.f32(2.0**WEIGHT_BITS))
     weights = b.cast(b.op("Round", weights), I64)
@@ -64,8 +64,7 @@ def _kept(b: FunctionBuilder, x: Inputs, rank: str, z: str) -> str:
     nucleus = b.op("Less", before, b.cast(goal, I64))
     nucleus = b.op("Or", nucleus, b.op("GreaterOrEqual", x["top_p"], b.f32(1.0)))
     near = b.op("GreaterOrEqual", z, x["min_log_p"])
-    finite = b.op("Greater", z, b.f32(-np.inf))
-    return b.op("And", finite, b.op("And", nucleus, near))
+    return b.op("And", nucleus, near)
 
 
 def _positions(b: FunctionBuilder, x: Inputs, a: Attributes, logits: str) -> str:

@@ -76,7 +76,7 @@ QUICK = """
     more_wide_16_rows_behind more_drawn_at_200000 more_odd_width
     more_rising_24_rows more_zeros_eps_theta at_39_bfloat16 more_16_rows_at_150_2x128
     more_100_rows_at_155_2x128 more_key_between_two_numbers more_partly_rotary_2_heads
-    qwen ties_top_k_15 ties_top_p_14 id_map extremes_all more_1x9001_top_p
+    qwen ties_top_k_15 ties_top_p_14 id_map extremes_all more_1x9001
     more_verify_16_rows_fold_2_of_16_records_bfloat16
     more_verify_16_rows_fold_16_of_16_states_bfloat16
     more_prefill_64_rows_fold_16_of_16_records_bfloat16_valid_33 more_gates_at_their_ends_verify
