@@ -64,11 +64,12 @@ template <class Combine> DEVICE uint4 over_warp(uint4 v) {
     return v;
 }
 
-// A row as one block sees it.
+// A row as one thread sees it.
 struct Row {
-    uint4 (*partial)[WARPS + 1];  // [2]: of each warp, then of the block; reductions alternate
-    float4* x;                    // [PART / 4]: logits, minus infinity where dropped
-    int begin, vocab;             // stored row of the first of them; where rows end
+    uint4 (*partial)[WARPS];  // [2]: of each warp; reductions alternate
+    float4* x;                // [PART / 4]: the block's logits, minus infinity where dropped
+    int begin, vocab;         // stored row of the first of them; where rows end
+    int from, to;             // the thread's groups of four that may hold more than dropped logits
     int turn;
 };
 
@@ -78,18 +79,15 @@ template <class Combine> DEVICE uint4 over_cluster(Row& row, uint4 mine) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     mine = over_warp<Combine>(mine);
     if (lane == 0) partial[warp] = mine;
-    sync_block();
-    if (warp == 0) {
-        const uint4 of_block = over_warp<Combine>(lane < WARPS ? partial[lane] : Combine::none());
-        if (lane == 0) partial[WARPS] = of_block;
-    }
     // A partial is overwritten two reductions later: the barrier of the next one is in between.
     cluster_arrive();
     cluster_wait();
     uint4 found = Combine::none();
-    if (lane < BLOCKS) {
-        const float4 v = load_cluster16(cluster_address(shared_address(partial + WARPS), lane));
-        found = make_uint4(float_bits(v.x), float_bits(v.y), float_bits(v.z), float_bits(v.w));
+    for (int i = lane; i < BLOCKS * WARPS; i += 32) {
+        const saddr local = shared_address(partial + i % WARPS);
+        const float4 v = load_cluster16(cluster_address(local, i / WARPS));
+        found = Combine::of(found, make_uint4(float_bits(v.x), float_bits(v.y), float_bits(v.z),
+                                              float_bits(v.w)));
     }
     return over_warp<Combine>(found);
 }
@@ -98,24 +96,29 @@ template <class Combine> DEVICE uint4 over_cluster(Row& row, uint4 mine) {
 // other thread, so that a change needs no barrier.
 template <class F> DEVICE void each_four(const Row& row, F f) {
 #pragma unroll 2
-    for (int i = threadIdx.x; i < PART / 4; i += THREADS) {
-        float4 v = row.x[i];
+    for (int i = row.from; i < row.to; i += THREADS) {
+        const float4 v = row.x[i];
         float four[4] = {v.x, v.y, v.z, v.w};
         f(four, row.begin + 4 * i);
     }
 }
 
 // Drops the logits x for which drop(x, stored row).
-template <class F> DEVICE void drop_if(const Row& row, F drop) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < PART / 4; i += THREADS) {
+template <class F> DEVICE void drop_if(Row& row, F drop) {
+    int from = PART, to = 0;
+    for (int i = row.from; i < row.to; i += THREADS) {
         const float4 v = row.x[i];
         float four[4] = {v.x, v.y, v.z, v.w};
+        bool left = false;
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < 4; ++j) {
             if (drop(four[j], row.begin + 4 * i + j)) four[j] = minus_infinity();
+            left = left || four[j] >= LOWEST;
+        }
         row.x[i] = make_float4(four[0], four[1], four[2], four[3]);
+        if (left) from = min(from, i), to = i + 1;
     }
+    row.from = from, row.to = to;
 }
 
 // ---- ranks -------------------------------------------------------------------------------------
@@ -284,13 +287,14 @@ sample_rows(const float* logits, const i32* id_map, const u32* mask, const i32* 
             const u32* seed, const float* temperature, const i32* top_k, const float* top_p,
             const float* min_log_p, i32* choice, i32* last, i32 width, i32 vocab, i32 words,
             i32 first) {
-    __shared__ uint4 partial[2][WARPS + 1];
+    __shared__ uint4 partial[2][WARPS];
     DYNAMIC_SHARED(memory);
     let_next_start();
     wait_for_previous();
     const Call c{logits, id_map, mask, width, vocab, words, first};
     const int begin = static_cast<int>(cluster_rank()) * PART, at = blockIdx.y;
-    Row row{partial, reinterpret_cast<float4*>(memory), begin, vocab, 0};
+    Row row{partial, reinterpret_cast<float4*>(memory), begin, vocab,
+            static_cast<int>(threadIdx.x), PART / 4, 0};
 
     const uint4 top = over_cluster<Greatest>(row, load(c, row, at));
     const Scale z{of_order(top.x), 1.0f / *temperature};

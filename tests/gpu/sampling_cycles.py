@@ -46,8 +46,11 @@ ACCEPTS = ("propose", "verify", "accept_sampled", "observe")
 WHOLE = ("propose", "sample_drafts", "verify", "accept_sampled", "observe")
 
 
-SPREAD = 3.0
-"""Standard deviation of the logits that accept gets alone, about a model's own."""
+SPREAD, PEAK, RISE = 2.5, 100, 12.0
+"""The logits that accept and sample_drafts get alone: their standard deviation, and how many of the
+best rise by how much, so that the rows have a peak as a model's do. In a cycle they are those of
+random weights: the flattest rows, where top_p keeps nearly every id.
+"""
 
 
 def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
@@ -56,8 +59,10 @@ def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
     bench.at(CONTEXT, bench.block)
     bench.steps(CYCLE)
     logits = bench.model.read("logits")
-    print(f"logits: {logits.mean():.4g} +- {logits.std():.4g}", file=sys.stderr)
     logits *= np.float32(SPREAD) / logits.std()
+    best = np.argsort(-logits, axis=1)[:, :PEAK]
+    rise = np.float32(RISE) * np.linspace(1, 0, PEAK, dtype=np.float32)
+    np.put_along_axis(logits, best, np.take_along_axis(logits, best, 1) + rise, 1)
     for _ in range(ROUNDS):
         rounds["greedy"]["cycle"].append(bench.steps(CYCLE).median)
         rounds["greedy"]["accept alone"].append(bench.steps(["accept"]).median)
@@ -68,6 +73,10 @@ def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
             found["cycle, accept sampled"].append(bench.steps(ACCEPTS).median)
             found["cycle, drafts sampled too"].append(bench.steps(WHOLE).median)
             bench.engine.write(bench.call("accept").inputs["logits"], logits)
+            width = bench.call("sample_drafts").inputs["draft_logits"].spec.at({})[1]
+            bench.engine.write(
+                bench.call("sample_drafts").inputs["draft_logits"], logits[:, :width]
+            )
             bench.engine.read(bench.call("verify").inputs["length"])
             found["accept alone"].append(bench.steps(["accept_sampled"]).median)
             found["drafts alone"].append(bench.steps(["sample_drafts"]).median)
