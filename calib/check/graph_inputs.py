@@ -13,8 +13,11 @@ from thor_dflash.runtime.engines.protocol import Call
 FILL: Mapping[str, int | float] = {
     "forced": -1, "soft": -1, "stop": -1, "strict": -1, "close": -1,
     "drafted": 0, "rule": 0, "top_k": 1, "margin": 0.0, "soft_margin": 0.0,
+    "sampling.seed": 5, "sampling.temperature": 0.75, "sampling.top_k": 50, "sampling.top_p": 0.9,
+    "sampling.min_log_p": -7.0,
 }  # fmt: skip
-"""Inputs of a block that is not constrained: nothing forced, stopped, drafted or relaxed."""
+"""Inputs of a block that is not constrained: nothing forced, stopped, drafted or relaxed; and a
+draw with every truncation."""
 
 
 def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]:
@@ -25,10 +28,13 @@ def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]
         **_sizes(model, "prefill", prefill),
         "verify": verify,
         "accept": accept,
+        "accept_sampled": partial(accept, step="accept_sampled"),
     }
     if model.manifest.drafter is not None:
         found |= _sizes(model, "observe_chunk", observe_chunk)
         found |= {"propose": propose, "observe": observe}
+        if "sample_drafts" in model.graphs:
+            found["sample_drafts"] = sample_drafts
     return {name: partial(ready, model) for name, ready in found.items()}
 
 
@@ -54,12 +60,12 @@ def verify(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     return _placed(model, "verify")
 
 
-def accept(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
+def accept(model: ModelRunner, tokens: Sequence[int], at: int, step: str = "accept") -> Call:
     """Prepare an accept of that block's logits; nothing is forced, stopped or drafted."""
     verify(model, tokens, at)
     model.verify()
-    call = model.call("accept")
-    _write(model, call, {"cap": model.block, **FILL})
+    call = model.call(step)
+    _write(model, call, {"cap": model.block, "length": model.state.length, **FILL})
     return call
 
 
@@ -92,6 +98,14 @@ def propose(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     model.write_first(0)
     model.write_last(tokens[-1])
     call = _placed(model, "propose")
+    _write(model, call, FILL)
+    return call
+
+
+def sample_drafts(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
+    """Prepare a draw of the drafts of that propose."""
+    model.engine.run([propose(model, tokens, at)])
+    call = _placed(model, "sample_drafts")
     _write(model, call, FILL)
     return call
 

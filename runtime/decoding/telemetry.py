@@ -92,6 +92,8 @@ class RequestReport:
     notes: tuple[BlockNote, ...]
     """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
     reuse: ReuseReport = NO_REUSE
+    seed: int | None = None
+    """Seed that its tokens were drawn with; None: greedy."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class RequestMeter:
     cached: int = 0
     """Prompt tokens that were not read."""
     reuse: ReuseReport = NO_REUSE
+    seed: int | None = None
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
@@ -214,5 +217,6 @@ class RequestMeter:
             phases=self.parts,
             close=self.close,
             reuse=self.reuse,
+            seed=self.seed,
             notes=tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

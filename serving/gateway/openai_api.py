@@ -31,7 +31,7 @@ FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter
 """OpenAI's finish reason for ours; all others become `length`: the text is incomplete."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
     "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "n": (1,), "stop": ([],),
     "store": (False,), "service_tier": ("auto", "default"), "verbosity": ("medium",),
     "modalities": (["text"],), "tools": ([],), "functions": ([],),
@@ -132,6 +132,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    """-1 is off, as 0."""
+    min_p: float | None = None
     reasoning_effort: str | None = None
     """Only `none` is accepted, as `thinking: off`. Other efforts are given as `thinking_budget`."""
     chat_template_kwargs: TemplateOptions | None = None
@@ -220,7 +222,6 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
     Raises:
         PlanError: bad_request.
     """
-    _check_greedy(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise bad_request(
@@ -252,23 +253,22 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
         "preempt": "same_session" if request.session else "none",
         "priority": request.priority,
         "prefix_id": request.prefix_id,
+        **_sampling(request),
         "json_schema": format.json_schema.schema if isinstance(format, JsonSchemaFormat) else None,
         "return": ("plan", "text", "thinking", "timings"),
     }
     return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.PlanRequest)
 
 
-def _check_greedy(request: ChatRequest) -> None:
-    """Refuse sampling. With an explicit temperature of 0 the other numbers have no effect."""
-    greedy = request.temperature == 0
-    for name, value, fine in (
-        ("temperature", request.temperature, (0,)),
-        ("top_p", request.top_p, (1,)),
-        ("top_k", request.top_k, (-1, 0, 1)),
-    ):
-        if not (value is None or value in fine or greedy):
-            rule = " or ".join(map(str, fine))
-            raise bad_request(f"{name} must be {rule}: decoding is greedy (got {value})", name)
+def _sampling(request: ChatRequest) -> dict[str, object]:
+    """Return the fields that say how tokens are drawn, without those that ask for nothing. With a
+    temperature of 0 none has an effect.
+    """
+    if request.temperature == 0:
+        return {}
+    nothing = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+    given = {name: getattr(request, name) for name in ("temperature", *nothing, "seed")}
+    return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
 
 
 def _thinking(request: ChatRequest) -> str | None:
@@ -380,7 +380,7 @@ def usage(result: wire.Result) -> dict[str, Any]:
 def telemetry(result: wire.Result) -> dict[str, Any]:
     """Return the fields of the result that OpenAI's format lacks."""
     table: dict[str, Any] = msgspec.to_builtins(result)
-    names = ("status", "finish_reason", "plan_valid", "thinking_closed", "timings", "spec")
+    names = ("status", "finish_reason", "plan_valid", "thinking_closed", "seed", "timings", "spec")
     return {name: table[name] for name in names}
 
 

@@ -41,6 +41,12 @@ class Prepared:
     min_ms: float
     """Least time this request takes, ms."""
 
+    @property
+    def seed(self) -> int | None:
+        """Seed that the tokens are drawn with; None: greedy, or without a session."""
+        sampling = self.admitted.sampling if self.admitted else None
+        return sampling.seed if sampling else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:

@@ -62,6 +62,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         generation=ask.generation,
         session=ask.session,
         prefix_id=ask.prefix_id,
+        seed=prepared.seed,
         # Only thinking is decoded relaxed.
         accept_mode=ask.accept_mode if decoded.usage.thinking_tokens else "exact",
         thinking_closed=decoded.closed,

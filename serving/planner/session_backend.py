@@ -38,7 +38,10 @@ from thor_dflash.serving.protocol import messages as wire
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
-FEATURES = ("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget", "reuse")
+FEATURES = (
+    *("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget", "reuse"),
+    "sampling",
+)
 
 T = TypeVar("T")
 
@@ -176,6 +179,7 @@ class SessionBackend:
             talk=talk,
             budget=thinking if closing else NO_BUDGET,
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
+            sampling=validation.sampling_of(ask),
         )
         try:
             admitted = self.session.admit(request)  # now, before this plan displaces others

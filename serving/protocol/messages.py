@@ -107,10 +107,11 @@ class PlanRequest(_Request, frozen=True):
     generation: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stream: bool | Stream = False
     accept_mode: Literal["exact", "relaxed_thinking"] = "exact"
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: str | tuple[str, ...] | None = None
     parts: tuple[Part, ...] = field(default=("plan", "text", "timings"), name="return")
     metadata: dict[str, Any] | None = None
@@ -232,6 +233,8 @@ class Result(Struct, frozen=True, kw_only=True):
     generation: int | None = None
     session: str | None = None
     prefix_id: str | None = None
+    seed: int | None = None
+    """Seed that the tokens were drawn with; None: greedy."""
     accept_mode: str = "exact"
     thinking_closed: Literal["", "natural", "soft", "hard", "call"] = ""
     """How the thinking ended: by itself ("natural"), by its budget, or with a tool call; "" if it

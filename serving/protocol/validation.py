@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from thor_dflash.config.decode import COLDEST, SamplingConfig
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
@@ -32,7 +33,7 @@ def check(request: wire.PlanRequest) -> None:
     check_deadline_and_session(request)
     if request.stream is True:
         raise bad_request("stream must be false, steps, text or all (got true)", "stream")
-    _greedy(request)
+    _check_sampling(request)
     both = request.thinking_budget is not None and request.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
@@ -73,18 +74,39 @@ def check_deadline_and_session(request: wire.PlanRequest) -> None:
     convert(given, wire.PlanRequest)
 
 
-def _greedy(request: wire.PlanRequest) -> None:
-    greedy = "as decoding is greedy"
-    rules: dict[str, tuple[object, bool, str]] = {
-        "temperature": (request.temperature, request.temperature == 0, f"0 or left out, {greedy}"),
-        "top_p": (request.top_p, request.top_p == 1, f"1 or left out, {greedy}"),
-        "top_k": (request.top_k, request.top_k in (None, 0, 1), f"0, 1 or left out, {greedy}"),
-        "seed": (request.seed, request.seed is None, f"left out, {greedy}"),
-        "stop": (request.stop, not request.stop, "left out, as the model itself ends its answer"),
+def _check_sampling(request: wire.PlanRequest) -> None:
+    if request.stop:
+        rule = "left out, as the model itself ends its answer"
+        raise bad_request(f"stop must be {rule} (got {show(request.stop)})", "stop")
+    temperature = request.temperature
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    # As the decoding of a request does, which a program in its own process has not had.
+    convert({name: getattr(request, name) for name in names}, wire.PlanRequest)
+    if temperature is not None and 0 < temperature < COLDEST:
+        rule = f"0, or at least {COLDEST}"
+        raise bad_request(f"temperature must be {rule} (got {temperature})", "temperature")
+    if temperature is not None:
+        return
+    neutral: dict[str, tuple[object, tuple[object, ...]]] = {
+        "top_p": (request.top_p, (None, 1)),
+        "top_k": (request.top_k, (None, 0, 1)),
+        "min_p": (request.min_p, (None, 0)),
     }
-    for name, (value, fine, rule) in rules.items():
-        if not fine:
+    for name, (value, nothing) in neutral.items():
+        if value not in nothing:
+            rule = "given with a temperature: without one the best token is chosen"
             raise bad_request(f"{name} must be {rule} (got {show(value)})", name)
+
+
+def sampling_of(request: wire.PlanRequest) -> SamplingConfig:
+    """Return how a request's tokens are drawn."""
+    return SamplingConfig(
+        temperature=request.temperature or 0.0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k or 0,
+        min_p=request.min_p or 0.0,
+        seed=-1 if request.seed is None else request.seed,
+    )
 
 
 def schema_of(request: wire.PlanRequest) -> Mapping[str, Any] | None:

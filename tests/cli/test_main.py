@@ -21,11 +21,13 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from thor_dflash.cli import main
 from thor_dflash.config.decode import (
+    GREEDY,
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     BudgetConfig,
     DraftConfig,
     RelaxedConfig,
+    SamplingConfig,
 )
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.core.results import Speculation, Timings, Usage
@@ -61,6 +63,7 @@ class Request:
     relaxed: RelaxedConfig | None = None
     gate: bool = False
     draft: DraftConfig = NO_DRAFT_LIMITS
+    sampling: SamplingConfig = GREEDY
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Report:
     phases_ms: dict[str, float] = field(default_factory=lambda: {"host": 1.5})
     phases: dict[str, Speculation] = field(default_factory=lambda: {"answer": Speculation()})
     close: str = "natural"
+    seed: int | None = 7
     notes: tuple[Usage, ...] = (USAGE,)
 
 
@@ -149,7 +153,7 @@ def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert out == "think</think>\n\nhé\n"
     assert "tokens in" in err
-    assert "3 cycles of 2.50 tokens, ended by stop" in err
+    assert "3 cycles of 2.50 tokens, ended by stop, seed 7" in err
     request = session.requests[0]
     assert session.tokenizer
     assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
@@ -163,8 +167,8 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert err == ""
     assert out.count("\n") == 1
     got = json.loads(out)
-    keys = ["tokens", "text", "plan", "thinking", "finish_reason", "usage", "spec", "timings"]
-    assert list(got) == [*keys, "phases", "close_kind", "notes"]
+    keys = ["tokens", "text", "plan", "thinking", "finish_reason", "seed", "usage", "spec"]
+    assert list(got) == [*keys, "timings", "phases", "close_kind", "notes"]
     assert session.tokenizer
     assert got["tokens"] == session.tokenizer.encode(session.answer)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
@@ -177,6 +181,14 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     }
     assert got["timings"] == {**dataclasses.asdict(TIMINGS), "phases_ms": {"host": 1.5}}
     assert (session.requests[0].drafter, session.requests[0].stop) == ("none", frozenset())
+
+
+def test_sampling_is_passed_on(session: Session) -> None:
+    words = "--temperature 0.7 --top-p 0.8 --top-k 20 --min-p 0.01 --seed 9223372036854775807"
+    assert generate("--prompt", "hi", *words.split()) == 0
+    assert session.requests[0].sampling == SamplingConfig(
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=2**63 - 1
+    )
 
 
 def test_json_has_the_plan_of_an_answer_that_is_one(

@@ -135,6 +135,25 @@ def test_a_budget_without_thinking_is_refused(
     assert refused(capsys, *line, *none) == "p must be a package directory (got nothing there)"
 
 
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--top-p 0.9", "decode.sampling.top_p must go with --temperature above 0 (got 0)"),
+        ("--seed 3", "decode.sampling.seed must go with --temperature above 0 (got 0)"),
+        ("--temperature 0.001", "decode.sampling.temperature must be 0, or 0.01 to 100"),
+        ("--temperature nan", "decode.sampling.temperature must be "),
+        ("--temperature 1 --top-p 0", "decode.sampling.top_p must be above 0 and at most 1"),
+        ("--temperature 1 --seed -2", "decode.sampling.seed must be -1, or 0 to 2^63 - 1"),
+        ("--temperature 1 --top-k -1", "decode.sampling.top_k must be "),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str, rule: str
+) -> None:
+    line = ("generate", *COMMANDS["generate"].split())
+    assert refused(capsys, *line, *words.split()).startswith(rule)
+
+
 # ---- what is checked before the package is opened; in these tests there is no package
 @pytest.mark.parametrize(
     ("args", "what"),

@@ -45,7 +45,7 @@ def test_every_operator_on_the_device_agrees_with_its_definition(
     report = compare(session, show, None, some_tokens(session), "all", None, Silent())
     assert report.right, [walk.wrong for walk in report.walks]
     assert {walk.graph for walk in report.walks} == {
-        "verify", "accept", "propose", "observe",
+        "verify", "accept", "accept_sampled", "propose", "sample_drafts", "observe",
         "prefill", "prefill.chunk32", "observe_chunk", "observe_chunk.chunk32",
     }  # fmt: skip
 

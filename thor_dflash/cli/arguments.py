@@ -93,7 +93,9 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _settings(
         sub, "decode.drafter", "decode.max_tokens", "decode.thinking", "decode.preserve_thinking",
         "decode.ignore_eos", "decode.budget.tokens", "decode.budget.close", "decode.budget.effort",
-        "decode.accept", "decode.gate", "engine.block",
+        "decode.accept", "decode.gate", "engine.block", "decode.sampling.temperature",
+        "decode.sampling.top_p", "decode.sampling.top_k", "decode.sampling.min_p",
+        "decode.sampling.seed",
     )  # fmt: skip
     _add(sub, "--json", "print one JSON object instead of the text")
 
@@ -190,6 +192,14 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--thinking", "auto: if the deadline leaves time (default: the server's)",
          choices=("on", "off", "auto"))  # fmt: skip
     _add(sub, "--max-tokens N", "longest plan, thinking not counted (default: the server's)")
+    _add(sub, "--temperature X", "draw tokens at this temperature (default: 0, the best token)",
+         type=float)  # fmt: skip
+    _add(sub, "--top-p X", "draw from the best tokens with this share of the probability",
+         type=float)  # fmt: skip
+    _add(sub, "--top-k N", "draw from this many best tokens")
+    _add(sub, "--min-p X", "draw from tokens with this share of the best one's probability",
+         type=float)  # fmt: skip
+    _add(sub, "--seed N", "seed of the draw: the same plan again (default: drawn, and reported)")
     _add(sub, "--deadline-ms MS", "the plan, or what there is of it, must be here by then "
          "(default: none)")  # fmt: skip
     _add(sub, "--session NAME", "name of the robot or arm: a later plan of the same name replaces "

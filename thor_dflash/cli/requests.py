@@ -106,6 +106,8 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
          "a budget or an effort (got none)"),
         ("budget", ("ratio", "soften"), config.budget.close == "soft",
          "--thinking-close soft (got close hard)"),
+        ("sampling", ("top_p", "top_k", "min_p", "seed"), config.sampling.temperature > 0,
+         "--temperature above 0 (got 0)"),
     ):  # fmt: skip
         for name in names if not used else ():
             changed = _value(config, section, name) != _value(DecodeConfig(), section, name)
@@ -215,4 +217,5 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
         relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
         gate=config.decode.gate == "on",
         draft=config.decode.draft,
+        sampling=config.decode.sampling,
     )

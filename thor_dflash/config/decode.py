@@ -83,6 +83,8 @@ NO_DRAFT_LIMITS = DraftConfig()
 
 SEEDS_DRAWN = 2**53
 """Seeds that are drawn lie below it: JSON's readers keep such a number exactly."""
+COLDEST, HOTTEST = 0.01, 100.0
+"""Bounds of a temperature that is not 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +92,31 @@ class SamplingConfig:
     """How tokens are drawn. The answer depends on the seed, the prompt and the package, not on
     drafts, earlier requests or a stored prefix."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Divides the logits; 0: greedy, always the best token. Others are at least 0.01."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: float = 0.0
+    """Divides the logits, 0.01 to 100; 0: greedy, always the best token."""
+    top_p: float = 1.0
     """Draw from the smallest set of best tokens with this share of the probability; 1: off."""
     top_k: Count = 0
     """Draw from this many best tokens; 0: off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_p: float = 0.0
     """Draw from tokens with at least this share of the best one's probability; 0: off."""
-    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] = -1
-    """Seed of the noise; -1: drawn, and reported with the answer."""
+    seed: int = -1
+    """Seed of the noise, below 2^63; -1: drawn, and reported with the answer."""
 
     def __post_init__(self) -> None:
-        if 0 < self.temperature < COLDEST:
-            raise ConfigError(
-                f"decode.sampling.temperature must be 0, or at least {COLDEST} "
-                f"(got {self.temperature})"
-            )
+        for name, value, fine, rule in (
+            ("temperature", self.temperature,
+             self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+             f"0, or {COLDEST} to {HOTTEST:g}"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k, 0 <= self.top_k <= LARGEST, f"0 to {LARGEST}"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
+            ("seed", self.seed, -1 <= self.seed < 2**63, "-1, or 0 to 2^63 - 1"),
+        ):  # fmt: skip
+            if not fine:
+                raise ConfigError(f"decode.sampling.{name} must be {rule} (got {value})")
 
 
-COLDEST = 0.01
-"""Lowest temperature but 0."""
 GREEDY = SamplingConfig()
 
 

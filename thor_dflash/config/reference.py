@@ -27,6 +27,11 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "decode.preserve_thinking": ("--preserve-thinking", ""),
     "decode.ignore_eos": ("--ignore-eos", ""),
     "decode.accept": ("--accept", ""),
+    "decode.sampling.temperature": ("--temperature", "X"),
+    "decode.sampling.top_p": ("--top-p", "X"),
+    "decode.sampling.top_k": ("--top-k", "N"),
+    "decode.sampling.min_p": ("--min-p", "X"),
+    "decode.sampling.seed": ("--seed", "N"),
     "decode.gate": ("--gate", ""),
     "decode.budget.tokens": ("--thinking-budget", "N"),
     "decode.budget.effort": ("--reasoning-effort", ""),
@@ -70,9 +75,9 @@ engine; `bench` build and engine, with `--package` only engine; `serve` engine a
 `-s`. A file may hold sections of other commands, and settings that the command does not use. A
 `--set` of these is refused: `decode.relaxed.*` without relaxed acceptance, relaxed acceptance or a
 budget without thinking, `decode.budget.*` without a budget, `decode.budget.ratio` or `soften` with
-a hard close, `build.draft_ids` without a drafter, `build.tensorrt.*` for another engine,
-`engine.device`, `graphs`, `overlap`, `cubins` and `threads` with a package whose engine does not
-read them (`doctor` takes all).
+a hard close, `decode.sampling.*` without a temperature, `build.draft_ids` without a drafter,
+`build.tensorrt.*` for another engine, `engine.device`, `graphs`, `overlap`, `cubins` and `threads`
+with a package whose engine does not read them (`doctor` takes all).
 
 ```toml
 # robot.toml: thor-dflash serve --package planner -c robot.toml

@@ -84,9 +84,11 @@ def test_a_package_compared_with_itself_is_right(good: Path) -> None:
         "verify",
         "prefill",
         "accept",
+        "accept_sampled",
         "observe_chunk",
         "propose",
         "observe",
+        "sample_drafts",
     ]
     # Other graphs use these names for other values: only verify's are compared.
     assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]

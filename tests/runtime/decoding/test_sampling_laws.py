@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from support import constrained_model
+from support.constrained_model import constrained
 from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
 
-from thor_dflash.config.decode import SamplingConfig
+from thor_dflash.config.decode import BudgetConfig, RelaxedConfig, SamplingConfig
 from thor_dflash.plugins import SAMPLE
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
@@ -91,6 +94,46 @@ def test_a_continued_prompt_goes_on_as_the_answer_did() -> None:
             asked("qwen"), prompt=(*ONE.prompt, *truth[:cut]), max_tokens=ONE.max_tokens - cut
         )
         assert answer(session(), request, DflashDrafter()) == truth[cut:]
+
+
+@pytest.mark.parametrize("kind", ["real", "erring"])
+def test_a_grammar_is_kept_and_a_drafter_changes_nothing(kind: str) -> None:
+    grammar = constrained_model.session().grammar(constrained_model.SMALL)
+    for thinking in (False, True):
+        request = replace(constrained_model.asked(thinking), sampling=QWEN)
+        truth = constrained(request, NoDrafter(), grammar, thinking=thinking)
+        assert constrained(request, drafter(kind, truth), grammar, thinking=thinking) == truth
+        if not thinking:
+            assert json.loads(constrained_model.text().decode(truth)).keys() == {"say", "n", "ok"}
+
+
+def test_a_budget_closes_a_sampled_thought_where_it_closes_a_plain_one() -> None:
+    s = constrained_model.session()
+    close = s.tokenizer.marks.close if s.tokenizer and s.tokenizer.marks else -1
+    for kind in ("hard", "soft"):
+        budget = BudgetConfig(tokens=19, message="Done.</think>", close=kind, ratio=1e-6)
+        asked = replace(constrained_model.asked(True, max_tokens=80), sampling=QWEN, budget=budget)
+        asked = replace(asked, stop=frozenset())
+        plain, drafted = (
+            [t for c in s.generate(replace(asked, drafter=d)) for t in c.tokens]
+            for d in ("none", "dflash")
+        )
+        assert plain == drafted
+        assert close in plain[:40]
+
+
+def test_relaxed_acceptance_is_strict_without_a_margin_and_else_longer() -> None:
+    s = constrained_model.session()
+    asked = replace(constrained_model.asked(True, max_tokens=60), sampling=HOW["all"])
+
+    def run(relaxed: RelaxedConfig | None) -> tuple[list[int], int]:
+        tokens = [t for c in s.generate(replace(asked, relaxed=relaxed)) for t in c.tokens]
+        return tokens, s.report().phases["thinking"].relaxed
+
+    strict, none = run(None)
+    assert run(RelaxedConfig(margin=0.0)) == (strict, 0)
+    assert none == 0
+    assert run(RelaxedConfig(margin=30.0, k=1000))[1] > 0
 
 
 def test_a_stored_prefix_changes_no_token() -> None:

@@ -42,9 +42,11 @@ def fault(**fields: Any) -> str | None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"temperature": 0.7}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 20}, "top_k"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1, "top_p": 0}, "top_p"),
+        ({"temperature": 1, "min_p": 1.5}, "min_p"),
+        ({"temperature": 1, "seed": -3}, "seed"),
+        ({"temperature": 1, "presence_penalty": 1.5}, "presence_penalty"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": "on"}, "reasoning_effort"),
@@ -114,13 +116,19 @@ def test_a_value_that_asks_for_nothing_changes_nothing_and_any_other_is_refused(
         {"stream_options": {"include_usage": False}},
         {"chat_template_kwargs": {}},
         {"temperature": 0, "top_p": 0.8, "top_k": 20},
-        {"top_p": 1.0, "top_k": -1},
+        {"top_p": 1.0, "top_k": -1, "min_p": 0},
         {"n": 1.0},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_asks_for_nothing_is_as_if_left_out(fields: dict[str, Any]) -> None:
     assert asks(**fields) == asks()
+
+
+def test_sampling_is_passed_on() -> None:
+    how = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "seed": 2**63 - 1}
+    request = asks(**how)
+    assert {name: getattr(request, name) for name in how} == how
 
 
 def test_a_schema_keeps_its_nulls() -> None:
@@ -174,7 +182,7 @@ def test_what_is_taken_without_effect_has_none() -> None:
     more = {"type": "json_schema", "json_schema": {"schema": {}, "strict": False, "name": "a"}}
     named = [{**CHAT[0], "name": "Ann"}]
     for extra in (
-        {"user": "u"}, {"seed": 5}, {"metadata": {"a": "b"}}, {"safety_identifier": "u"},
+        {"user": "u"}, {"metadata": {"a": "b"}}, {"safety_identifier": "u"},
         {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"messages": named},
         {"response_format": more},
     ):  # fmt: skip

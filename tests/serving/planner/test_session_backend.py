@@ -81,6 +81,32 @@ def test_a_plan_is_the_loops_own_tokens(session: Session, backend: SessionBacken
     assert result.spec.cycles == sum(result.spec.accept_hist) > 0
 
 
+def test_a_drawn_plan_comes_again_from_the_seed_that_it_reports(backend: SessionBackend) -> None:
+    planner = LocalPlanner(backend)
+    ask = PlanRequest(
+        prompt="Pick the mug.", thinking="off", temperature=1.0, top_k=50, parts=("tokens",)
+    )
+    first, other = planner.plan(ask), planner.plan(ask)
+    assert first.tokens != other.tokens
+    assert first.seed is not None
+    assert planner.plan(structs.replace(ask, seed=first.seed)).tokens == first.tokens
+    assert planner.plan(structs.replace(ask, temperature=0)).seed is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 2.0}, {"seed": 2**63}],
+    ids=str,
+)
+def test_numbers_are_checked_in_a_program_s_own_process(
+    backend: SessionBackend, wrong: dict[str, Any]
+) -> None:
+    ask = PlanRequest(**{"prompt": "x", "temperature": 1.0, **wrong})
+    with pytest.raises(PlanError) as caught:
+        LocalPlanner(backend).plan(ask)
+    assert (caught.value.code, caught.value.field) == ("bad_request", *wrong)
+
+
 def test_answer_tokens_and_thinking_are_counted_apart(backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     result = planner.plan(

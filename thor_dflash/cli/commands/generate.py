@@ -136,6 +136,7 @@ def _result(output: Completion, answer: Answer | None, report: RequestReport) ->
         "plan": read_object(answer.text()) if answer else None,
         "thinking": answer.thinking() if answer else None,
         "finish_reason": output.finish,
+        "seed": report.seed,
         "usage": dataclasses.asdict(report.usage),
         "spec": dataclasses.asdict(report.spec),
         "timings": {**dataclasses.asdict(report.timings), "phases_ms": dict(report.phases_ms)},
@@ -147,7 +148,9 @@ def _result(output: Completion, answer: Answer | None, report: RequestReport) ->
 
 def _summary(output: Completion, report: RequestReport) -> str:
     count, spec = len(output.tokens), report.spec
+    seed = "" if report.seed is None else f", seed {report.seed}"
     return (
         f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
-        f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens, ended by {output.finish}"
+        f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens, "
+        f"ended by {output.finish}{seed}"
     )

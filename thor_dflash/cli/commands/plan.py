@@ -62,7 +62,10 @@ def _request(args: Namespace) -> PlanRequest:
     from thor_dflash.serving.protocol.messages import Message, PlanRequest
 
     given: dict[str, Any] = {"stream": "all"}
-    for name in ("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"):
+    for name in (
+        *("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"),
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+    ):
         if (value := vars(args)[name]) is not None:
             given[name] = value
     if args.schema is not None:
