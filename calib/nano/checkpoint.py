@@ -76,19 +76,23 @@ def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_exported(model: nn.Module, prefix: str, folder: Path) -> None:
-    """Load the weights of an exported checkpoint into a model, dequantised to F32."""
+def load_exported(model: nn.Module, prefix: str, folder: Path, *, partly: bool = False) -> None:
+    """Load the weights of an exported checkpoint into a model, dequantised to F32. `partly`: the
+    checkpoint has not all of them; the others stay.
+    """
     stored = load_file(folder / "model.safetensors")
     state: dict[str, Tensor] = {}
     for name in model.state_dict():
         full = prefix + name
+        if partly and full not in stored:
+            continue
         if is_quantised(name):
             stem = full.removesuffix(".weight")
             parts = stored[full], stored[f"{stem}.weight_scale"], stored[f"{stem}.weight_scale_2"]
             state[name] = unpack(*parts)
         else:
             state[name] = stored[full].float()
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=not partly)
 
 
 def is_quantised(name: str) -> bool:
@@ -199,8 +203,27 @@ def write_drafter_config(
         },
         "quantization_config": _quant_config([]),
     }
+    if dims.second:
+        config |= _second(config, dims)
     _write(out / "config.json", config)
     _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], None))
+
+
+def _second(config: dict[str, Any], dims: NanoDrafterDims) -> dict[str, Any]:
+    """What a DFlash2 drafter's config.json has otherwise."""
+    flash = {
+        "conv_kernel_size": dims.conv_taps,
+        "conv_group_size": dims.conv_group,
+        "selector_rank": dims.rank,
+        "selector_top_k": dims.top_k,
+    }
+    return {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "layer_types": ["sliding_attention"] * dims.layers,
+        "dflash_config": {**config["dflash_config"], **flash},
+        "quantization_config": _quant_config(["*kernel_projection", "*hidden_projection"]),
+    }
 
 
 def _members(name: str, state: dict[str, Tensor]) -> list[str]:

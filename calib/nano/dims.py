@@ -56,6 +56,25 @@ class NanoDrafterDims:
     taps: int = 3
     theta: float = 1e7
     eps: float = 1e-6
+    second: bool = False
+    """Whether it is a DFlash2 drafter: no layer is causal, all slide, and these sizes count."""
+    conv_taps: int = 2
+    conv_group: int = 16
+    rank: int = 64
+    top_k: int = 16
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the loss over block positions. Source: DFlash."""
+        return 7.0 if self.block == 16 else 4.0
+
+    @property
+    def stem(self) -> str:
+        """Name of its directory and of its master weights."""
+        return "drafter2" if self.second else "drafter"
+
+
+DFLASH2 = NanoDrafterDims(block=8, second=True)
 
 
 def tap_layers(target_layers: int, taps: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The DFlash drafter in torch, for training on many anchors of packed rows at once.
 
-Dimensions: B packed rows, T tokens, N anchors per row, 16 block rows, D hidden. Sliding layers are
-causal inside the block, the last layer is not. Norms multiply by w (not 1 + w). Source: spec of the
-drafter; the forward pass of z-lab's ``DFlashDraftModel``.
+Dimensions: B packed rows, T tokens, N anchors per row, 16 block rows (8 of DFlash2), D hidden.
+Sliding layers are causal inside the block, the last layer is not, nor any of DFlash2. Norms multiply
+by w (not 1 + w). Source: spec of the drafter; the forward pass of z-lab's ``DFlashDraftModel``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import NanoDrafterDims
+from thor_dflash.calib.nano.dflash2 import CandidateSelector, DraftConv
+from thor_dflash.calib.nano.dims import VOCAB, NanoDrafterDims
 from thor_dflash.calib.nano.target import Mlp, Norm, linear, rope, shared
 
 
@@ -51,8 +52,8 @@ def blocks(
     near = at[:, :, None] - pos[:, None, :] < dims.window
     same = owner[:, None] == owner[None, :]
     slot = row.repeat(count)
-    causal = (same & (slot[:, None] >= slot[None, :])).expand(batch, -1, -1)
-    sliding = torch.cat([past & near, causal], dim=-1)
+    causal = same if dims.second else same & (slot[:, None] >= slot[None, :])
+    sliding = torch.cat([past & near, causal.expand(batch, -1, -1)], dim=-1)
     full = torch.cat([past, same.expand(batch, -1, -1)], dim=-1)
     return Blocks(block_ids.flatten(1), at, sliding[:, None], full[:, None])
 
@@ -103,6 +104,8 @@ class DraftLayer(nn.Module):
     def __init__(self, dims: NanoDrafterDims) -> None:
         super().__init__()
         self.eps = dims.eps
+        self.attention_conv = DraftConv(dims) if dims.second else None
+        self.mlp_conv = DraftConv(dims) if dims.second else None
         self.self_attn = DraftAttention(dims)
         self.mlp = Mlp(dims.hidden, dims.intermediate)
         self.input_layernorm = Norm(dims.hidden, start=1.0)
@@ -113,8 +116,15 @@ class DraftLayer(nn.Module):
     ) -> Tensor:
         """Block rows [B, N * 16, D] before -> after the layer."""
         h = norm0(x, self.input_layernorm.weight, self.eps)
-        x = x + self.self_attn(h, context, pos, at, mask, quant)
-        return x + self.mlp(norm0(x, self.post_attention_layernorm.weight, self.eps), quant)
+        if self.attention_conv is None or self.mlp_conv is None:
+            x = x + self.self_attn(h, context, pos, at, mask, quant)
+            return x + self.mlp(norm0(x, self.post_attention_layernorm.weight, self.eps), quant)
+        conv = self.attention_conv
+        before, behind = conv.kernels(h)
+        x = x + conv(self.self_attn(conv(h, before), context, pos, at, mask, quant), behind)
+        h, conv = norm0(x, self.post_attention_layernorm.weight, self.eps), self.mlp_conv
+        before, behind = conv.kernels(h)
+        return x + conv(self.mlp(conv(h, before), quant), behind)
 
 
 class NanoDrafter(nn.Module):
@@ -127,6 +137,7 @@ class NanoDrafter(nn.Module):
         self.hidden_norm = Norm(dims.hidden, start=1.0)
         self.layers = nn.ModuleList(DraftLayer(dims) for _ in range(dims.layers))
         self.norm = Norm(dims.hidden, start=1.0)
+        self.candidate_selector = CandidateSelector(dims, VOCAB) if dims.second else None
 
     def forward(
         self, table: Tensor, taps: Tensor, pos: Tensor, rows: Blocks, quant: bool
@@ -139,6 +150,7 @@ class NanoDrafter(nn.Module):
         x = F.embedding(rows.ids, table)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            mask = rows.full if index == last else rows.sliding
+            full = index == last and not self.dims.second
+            mask = rows.full if full else rows.sliding
             x = layer(x, context, pos, rows.pos, mask, quant)
         return norm0(x, self.norm.weight, self.dims.eps)

@@ -120,18 +120,22 @@ def draft_tokens(
     mask_id: int,
     taps: tuple[int, ...],
 ) -> Tensor:
-    """Return the drafts [B, N, 15] of every anchor. The models' weights are used as they are,
-    without quantisation.
+    """Return the drafts [B, N, 15] of every anchor, 7 of a DFlash2 drafter. The models' weights are
+    used as they are, without quantisation.
     """
     device = ids.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         _, kept = target(ids, packed_rows(pos), False, taps)
         rows = blocks(drafter.dims, ids, pos, anchors, mask_id)
         out = drafter(target.embed_tokens.weight, torch.cat(kept, -1), pos, rows, False)
-        scores = F.linear(
-            out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:], target.embed_tokens.weight
+        hidden, table = (
+            out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:],
+            target.embed_tokens.weight,
         )
-    return scores.argmax(-1)
+        if drafter.candidate_selector is not None:
+            last = ids.gather(1, anchors)
+            return drafter.candidate_selector.walk(hidden, table, last, table.shape[0])
+        return F.linear(hidden, table).argmax(-1)
 
 
 def report(

@@ -37,7 +37,8 @@ class Optimiser:
         for name, param in model.named_parameters():
             if not param.requires_grad:
                 continue
-            if param.ndim == 2 and min(param.shape) >= 64 and "embed" not in name:
+            table = "embed" in name or "codebook" in name
+            if param.ndim == 2 and min(param.shape) >= 64 and not table:
                 groups[param.shape].append(param)
             else:
                 rest.append(param)

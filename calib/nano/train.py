@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from thor_dflash.calib.nano import checkpoint, corpus, evaluate
-from thor_dflash.calib.nano.dims import NanoDrafterDims, NanoTargetDims, tap_layers
+from thor_dflash.calib.nano.dims import DFLASH2, NanoDrafterDims, NanoTargetDims, tap_layers
 from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
 from thor_dflash.calib.nano.optim import Optimiser, rate_at
 from thor_dflash.calib.nano.rollout import rollout
@@ -32,8 +32,6 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SAVE_EVERY = 500
 """Steps between saves of the master weights."""
-GAMMA = 7.0
-"""Decay of the drafter's loss over block positions. Source: DFlash."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,13 @@ class TrainingRun:
     compiled: bool
     rollouts: int
     held: int
+    drafter: int
+    """1: DFlash; 2: DFlash2."""
+
+    @property
+    def drafter_dims(self) -> NanoDrafterDims:
+        """Sizes of the drafter."""
+        return DFLASH2 if self.drafter == 2 else NanoDrafterDims()
 
     @property
     def target_dir(self) -> Path:
@@ -101,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-compile", dest="compiled", action="store_false")
     parser.add_argument(
         "--rollouts", type=int, default=24_576, help="target outputs the drafter learns from"
+    )
+    parser.add_argument(
+        "--drafter", type=int, choices=(1, 2), default=1, help="1: DFlash; 2: DFlash2"
     )
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
     return parser
@@ -167,8 +175,12 @@ def train_drafter(run: TrainingRun) -> None:
     )
     rows = corpus.pack(docs, 7)
     print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
-    model = NanoDrafter(NanoDrafterDims()).to(run.device)
-    resumed = checkpoint.load_master(model, run.work, "drafter")
+    model = NanoDrafter(run.drafter_dims).to(run.device)
+    stem = model.dims.stem
+    resumed = checkpoint.load_master(model, run.work, stem)
+    if model.dims.second and not resumed:
+        # As a DFlash drafter until its convolutions and its selector have learnt something.
+        checkpoint.load_exported(model, "", run.models / "drafter", partly=True)
     print(
         f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
         flush=True,
@@ -179,7 +191,9 @@ def train_drafter(run: TrainingRun) -> None:
     size = model.dims.block
     _compile(run, target, mean_loss)
     entropy = _compile(run, model, mean_loss)
-    decay = torch.exp(-torch.arange(size - 1, device=run.device) / GAMMA)
+    decay = torch.exp(-torch.arange(size - 1, device=run.device) / model.dims.gamma)
+
+    selector = model.candidate_selector
 
     def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
         with torch.no_grad():
@@ -197,9 +211,14 @@ def train_drafter(run: TrainingRun) -> None:
         wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
         # The first False in `answer` ends the document; later tokens belong to the next one.
         weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
-        return entropy(hidden, target.embed_tokens.weight, wanted, weight)
+        value = entropy(hidden, target.embed_tokens.weight, wanted, weight)
+        if selector is None:
+            return value
+        before = ids.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1))
+        chosen = (before.view(ahead.shape), wanted.view(ahead.shape), weight)
+        return value + selector.loss(hidden, target.embed_tokens.weight, *chosen)
 
-    _optimise(run, model, "drafter", loss, data)
+    _optimise(run, model, stem, loss, data)
 
 
 def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
@@ -302,16 +321,16 @@ def export(run: TrainingRun) -> None:
     """
     tokenizer = run.tokenizer
     special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
-    target, drafter = NanoTarget(NanoTargetDims()), NanoDrafter(NanoDrafterDims())
+    target, drafter = NanoTarget(NanoTargetDims()), NanoDrafter(run.drafter_dims)
     if (
         checkpoint.load_master(target, run.work, "target")
         or not (run.target_dir / "model.safetensors").exists()
     ):
         checkpoint.export_weights(target, "model.", run.target_dir)
     checkpoint.write_target_config(run.target_dir, target.dims, special)
-    folder = run.models / "drafter"
+    folder = run.models / drafter.dims.stem
     if (
-        checkpoint.load_master(drafter, run.work, "drafter")
+        checkpoint.load_master(drafter, run.work, drafter.dims.stem)
         or not (folder / "model.safetensors").exists()
     ):
         checkpoint.export_weights(drafter, "", folder)
@@ -323,8 +342,8 @@ def evaluate_all(run: TrainingRun) -> None:
     ``<work>/eval.json``.
     """
     target = load_target(run)
-    drafter = NanoDrafter(NanoDrafterDims()).to(run.device)
-    checkpoint.load_exported(drafter, "", run.models / "drafter")
+    drafter = NanoDrafter(run.drafter_dims).to(run.device)
+    checkpoint.load_exported(drafter, "", run.models / drafter.dims.stem)
     taps = tuple(tap_layers(target.dims.layers, drafter.dims.taps))
     result = evaluate.report(target, drafter, run.tokenizer, run.held, taps)
     run.work.mkdir(parents=True, exist_ok=True)
