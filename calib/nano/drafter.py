@@ -1,8 +1,9 @@
 """The DFlash drafter in torch, for training on many anchors of packed rows at once.
 
 Dimensions: B packed rows, T tokens, N anchors per row, 16 block rows (8 of DFlash2), D hidden.
-Sliding layers are causal inside the block, the last layer is not, nor any of DFlash2. Norms multiply
-by w (not 1 + w). Source: spec of the drafter; the forward pass of z-lab's ``DFlashDraftModel``.
+Sliding layers are causal inside the block, the last layer is not, nor any of DFlash2. Norms
+multiply by w (not 1 + w). Source: spec of the drafter; the forward pass of z-lab's
+``DFlashDraftModel``.
 """
 
 from __future__ import annotations
