@@ -66,7 +66,13 @@ files made for FP4 rows have input scales, which are used only where TensorRT qu
 """
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "mix",
+    [
+        pytest.param(mix, marks=pytest.mark.slow if mix in ("nvidia", "Inferact") else ())
+        for mix in MIXES
+    ],
+)
 def test_each_tensor_keeps_its_own_kind(mix: str, tmp_path: Path) -> None:
     how, kinds = MIXES[mix]
     g = replace(SMALL, mix=how)

@@ -38,6 +38,21 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield opened
 
 
+@pytest.mark.slow
+def test_the_dflash2_drafter_accepts_nearly_whole_blocks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A wrong convolution, walk or mask costs acceptance, and nothing else shows it."""
+    package = tmp_path_factory.mktemp("second") / "package"
+    build(MODEL / "target", MODEL / "drafter2", package, BuildConfig(), Silent())
+    with closing(open_session(package, EngineConfig(threads=1), Silent())) as opened:
+        assert opened.manifest.block == 8
+        some = sorted(script.tasks(TASKS), key=length)[:6]
+        made = [plan(opened, task, thinking=True, plain=False) for task in some]
+    assert all(one.valid for one in made)
+    assert accept_length(made) >= 7
+
+
 @pytest.fixture(scope="module", params=["short", pytest.param("many", marks=pytest.mark.slow)])
 def results(session: Session, request: pytest.FixtureRequest) -> list[TaskResult]:
     # Plain decoding takes a cycle for every token: it answers only the shortest tasks.

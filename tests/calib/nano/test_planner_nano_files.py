@@ -46,19 +46,23 @@ def tasks() -> list[Task]:
     return [task_from_line(line) for line in lines]
 
 
-def test_checkpoints_are_read_and_their_linears_are_nvfp4() -> None:
+@pytest.mark.parametrize("name", ["drafter", "drafter2"])
+def test_checkpoints_are_read_and_their_linears_are_nvfp4(name: str) -> None:
     """Reading checks that the tensors are those of the config, in names, shapes and types."""
-    target, drafter = read_target(NANO / "target"), read_drafter(NANO / "drafter")
+    target, drafter = read_target(NANO / "target"), read_drafter(NANO / name)
+    assert (drafter.dims.selector is not None) == (name == "drafter2")
     check_pair(target.dims, drafter.dims)
     for source, layout in ((target, target_layout(target.dims)),
                            (drafter, drafter_layout(drafter.dims))):  # fmt: skip
-        plain = {name for name in layout.matrices
-                 if source.matrix(name).kind is not WeightFormat.NVFP4}  # fmt: skip
-        assert all(name.endswith(("in_proj_a", "in_proj_b")) for name in plain)
+        plain = {linear for linear in layout.matrices
+                 if source.matrix(linear).kind is not WeightFormat.NVFP4}  # fmt: skip
+        kept = ("in_proj_a", "in_proj_b", "kernel_projection", "hidden_projection")
+        assert all(linear.endswith(kept) for linear in plain)
     assert target.dims.layers == ("gdn", "gdn", "gdn", "attention") * 2
     layers, taps = len(target.dims.layers), len(drafter.dims.taps)
     assert drafter.dims.taps == tuple(tap_layers(layers, taps))
-    assert [layer.window > 0 for layer in drafter.dims.layers] == [True, True, False]
+    slides = [layer.window > 0 for layer in drafter.dims.layers]
+    assert slides == [True, True, name == "drafter2"]
 
 
 def test_corpus_text_survives_the_tokenizer(tokenizer: Tokenizer, tasks: list[Task]) -> None:

@@ -29,7 +29,10 @@ def conv(rows: int, hidden: int = 2112) -> Call:
     return call_of(DRAFT_CONV, OpCase(*made))
 
 
-@pytest.mark.parametrize(("rows", "wide"), [(8, False), (16, True), (1, False)])
+@pytest.mark.parametrize(
+    ("rows", "wide"),
+    [(8, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (16, 1))],
+)
 def test_rows_can_be_left_normed_for_the_next_product(rows: int, wide: bool) -> None:
     call = conv(rows)
     weight = np.random.default_rng(0).normal(0, 0.2, 2112).astype(np.float32 if wide else BF16)

@@ -20,7 +20,14 @@ def dflash2(geometry: str = "27b", block: int = 0) -> Session:
     return session(geometry, block=block, draft_layers=LAYERS, second=True)
 
 
-@pytest.mark.parametrize(("geometry", "block"), [("27b", 0), ("0.8b", 4), ("4b", 2)])
+@pytest.mark.parametrize(
+    ("geometry", "block"),
+    [
+        ("27b", 0),
+        pytest.param("0.8b", 4, marks=pytest.mark.slow),
+        pytest.param("4b", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_its_answer_is_the_plain_answer(geometry: str, block: int) -> None:
     s = dflash2(geometry, block)
     truth = answer(s, ONE, NoDrafter())

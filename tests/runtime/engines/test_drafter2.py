@@ -66,7 +66,13 @@ def filled(name: str, count: int, seed: int = 0) -> tuple[DrafterBench, Array]:
     return b, taps
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("block 16", "nvfp4") else ())
+        for name in KINDS
+    ],
+)
 def test_drafts_are_the_plain_drafters(name: str) -> None:
     ids = np.array(KINDS[name][1]) if KINDS[name][1] else None
     clear = 0
