@@ -209,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "http floods": table("http-floods", "http floods"),
     "heldout": table("heldout", "heldout"),
     "heldout figure": table_bars("heldout", "tokens per cycle", 1, "cycles"),
+    "drafters": table("drafters", "drafters"),
     "relaxed": table("policies", "relaxed"),
     "width": table("policies", "width"),
     "grammar": table("grammar", "grammar"),
@@ -223,7 +224,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "flood sources": sources("flood"),
     "serving sources": sources("serving"),
     "http floods sources": sources("http-floods"),
-    "planner sources": sources("heldout", "policies", "grammar"),
+    "planner sources": sources("heldout", "drafters", "policies", "grammar"),
     "numerics sources": sources("numerics"),
 }
 

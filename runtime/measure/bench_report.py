@@ -24,6 +24,8 @@ WIDTHS = (1, 32)
 """Rows of the other verify steps that the verify is compared with."""
 CYCLE = ("propose", "verify", "accept", "observe")
 LINEARS = ("linear", "head")
+DRAFTS = ("draft_conv", "selector")
+"""Operators of DFlash2."""
 THOR_READ = 259.7e9
 """Bytes per second a Jetson Thor reads in a long stream. Source: ApxInf, doc/THOR-ROOFLINE.md."""
 
@@ -196,7 +198,8 @@ def _operators(bench: CudaBench, times: Mapping[str, float]) -> Iterator[Figure]
     parts["embed, concat"] = bench.steps(["verify"], operators("embed", "concat")).median
     for op, ms in parts.items():
         yield Figure("operators, each alone", f"verify: {op}", ms, "ms")
-    for op in ("linear", "head", "draft_attention"):
+    used = bench.operators("propose")
+    for op in (o for o in ("linear", "head", "draft_attention", *DRAFTS) if o in used):
         ms = bench.steps(["propose"], operators(op)).median
         yield Figure("operators, each alone", f"propose: {op}", ms, "ms")
     for name in ("propose", "accept", "observe"):

@@ -14,7 +14,7 @@ from thor_dflash.runtime.measure.profile import CycleBreakdown, ProfilePart
 
 PRODUCTS = ("linear", "head")
 """Operators whose calls are listed by kind."""
-KNOWN = ("gdn", "verify_attention", "draft_attention")
+KNOWN = ("gdn", "verify_attention", "draft_attention", "draft_conv", "selector")
 """Operators that are listed by themselves; all others are listed together."""
 ENOUGH = 512 << 20
 """Fewest bytes of weights to measure the read rate with: ten times the L2 cache of an H100."""
