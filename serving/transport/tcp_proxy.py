@@ -5,10 +5,12 @@ more waits, while others are served. Clients on ipc are this user's own processe
 
 from __future__ import annotations
 
+import fcntl
 import heapq
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,8 @@ SPARE_S = 0.25
 """So many seconds' worth of this may be sent at once."""
 RETRY_S = 1.0
 """Pause of a listener that cannot accept: no descriptor is left."""
+SIOCGIFADDR = 0x8915
+"""Asks for an interface's IPv4 address. Source: netdevice(7)."""
 CLOSING_S = 0.5
 """Longest time that closing gives to the last answers."""
 
@@ -89,21 +93,9 @@ class TcpProxy:
         """
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         six = "[" in host
-        stream = socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if six:
-                stream.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            name = host.strip("[]")
-            found = socket.getaddrinfo(
-                None if name == "*" else name, 0 if port == "*" else int(port), stream.family,
-                socket.SOCK_STREAM, flags=socket.AI_PASSIVE,
-            )  # fmt: skip
-            stream.bind(found[0][4])
-            stream.listen(MAX_CONNECTIONS)
-            stream.setblocking(False)
+            stream = _listener(host.strip("[]"), 0 if port == "*" else int(port), six=six)
         except (OSError, UnicodeError) as e:
-            stream.close()
             why = getattr(e, "strerror", None) or str(e)
             raise ConfigError(
                 f"serve.bind must be a free address of this machine (got {endpoint}: {why})"
@@ -294,6 +286,40 @@ class TcpProxy:
         for one in (side, side.peer):
             self._sides.pop(one.socket.fileno(), None)
             one.socket.close()  # epoll forgets it
+
+
+def _listener(name: str, port: int, *, six: bool) -> socket.socket:
+    stream = socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if six:
+            stream.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        found = socket.getaddrinfo(
+            _address(name), port, stream.family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        stream.bind(found[0][4])
+        stream.listen(MAX_CONNECTIONS)
+        stream.setblocking(False)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _address(name: str) -> str | None:
+    """The address of an interface, such as eth0; any other name as it is; None for `*`.
+
+    Raises:
+        OSError: the interface has no IPv4 address.
+    """
+    if name == "*":
+        return None
+    if name not in (interface for _, interface in socket.if_nameindex()):
+        return name
+    request = struct.pack("16s16x", name.encode())  # struct ifreq: a name, then a sockaddr_in
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _keep_alive(client: socket.socket) -> None:

@@ -21,7 +21,8 @@ class ServeConfig:
     """
 
     bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)
-    """Endpoints to listen on, tcp://HOST:PORT or ipc://PATH. Loopback by default, because a planner
+    """Endpoints to listen on, tcp://HOST:PORT or ipc://PATH. HOST is an address, an interface such
+    as eth0 (its IPv4 address when the server starts) or *. Loopback by default, because a planner
     moves a robot. GR00T servers use 5555."""
     curve: str = ""
     """Directory made by `thor-dflash keygen`, to encrypt and admit only known clients; "": no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from support.flood_peers import HELLO
 from support.waiting import PATIENCE_S
 
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.transport import tcp_proxy
 from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
@@ -29,14 +31,45 @@ def router() -> Iterator[RouterSocket]:
     it.close()
 
 
+@pytest.mark.parametrize(
+    ("named", "at"),
+    [
+        ("lo", "127.0.0.1"),
+        ("*", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("[::1]", "[::1]"),
+        ("[::]", "[::1]"),
+        ("[::]", "127.0.0.1"),
+    ],
+)
+def test_an_endpoint_names_an_interface_or_an_address(named: str, at: str) -> None:
+    """Those that libzmq takes."""
+    router = RouterSocket(ServeConfig(bind=(f"tcp://{named}:*",), insecure=True))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger, peer.ipv6 = 0, True
+    peer.connect(f"tcp://{at}:{router.endpoints[0].rpartition(':')[2]}")
+    peer.send(b"{}")
+    assert [one.frames[-1] for one in messages(router, PATIENCE_S, count=1)] == [b"{}"]
+    context.destroy(0)
+    router.close()
+
+
+@pytest.mark.parametrize("named", ["no_such_interface0", "[lo]", "192.0.2.1", "a" * 70])
+def test_another_endpoint_is_refused(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"^serve\.bind must be a free address .*" + re.escape(named[:9])):
+        RouterSocket(ServeConfig(bind=(f"tcp://{named}:*",), insecure=True))
+
+
 def connect(router: RouterSocket) -> socket.socket:
     host, port = router.endpoints[0].removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
-def messages(router: RouterSocket, seconds: float) -> list[ReceivedMessage]:
+def messages(router: RouterSocket, seconds: float, count: int = 0) -> list[ReceivedMessage]:
+    """What arrives within some time, or until `count` messages have come."""
     end, found = time.monotonic() + seconds, list[ReceivedMessage]()
-    while time.monotonic() < end:
+    while time.monotonic() < end and not 0 < count <= len(found):
         found += [one for one in router.wait(0.02) if isinstance(one, ReceivedMessage)]
     return found
 
