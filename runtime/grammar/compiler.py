@@ -183,7 +183,7 @@ class Grammars:
             CompilerBusy: another schema is being compiled, and has not ended in the time for one.
         """
         found = schema if isinstance(schema, JsonSchema) else read(schema)
-        return self._once(found.text, lambda: self._compile(found))
+        return self._once("schema", found.text, lambda: self._compile(found))
 
     def compile_calls(self, use: ToolUse, answer: JsonSchema | None = None) -> Grammar:
         """The grammar of the tool calls of a request, or of an answer that may be given instead.
@@ -202,19 +202,22 @@ class Grammars:
         lark = call_grammar(use, marks, schema)
         free = use.choice == "auto" and answer is None
         key = f"{lark}\n// {free}"
-        return self._once(key, lambda: self._compile_calls(key, marks[0], free=free))
+        return self._once("tools", key, lambda: self._compile_calls(key, marks[0], free=free))
 
     def _compile_calls(self, lark: str, opening: int, *, free: bool) -> Grammar:
         start = time.perf_counter()
-        matcher = self._matcher(lark)
+        matcher = self._matcher("tools", lark)
         opened = matcher.deep_copy()
         opened.consume_token(opening)
         spent = 1e3 * (time.perf_counter() - start)
-        anew = partial(self._once, lark, lambda: self._compile_calls(lark, opening, free=free))
+        make = partial(self._compile_calls, lark, opening, free=free)
+        anew = partial(self._once, "tools", lark, make)
         return Grammar(lark, matcher, self._vocabulary, (), spent, anew, opening, opened, free)
 
-    def _once(self, key: str, make: Callable[[], Grammar]) -> Grammar:
-        """The grammar of this key: cached, or made by a thread that is given some time."""
+    def _once(self, what: str, key: str, make: Callable[[], Grammar]) -> Grammar:
+        """The grammar of this key: cached, or made by a thread that is given some time. `what` it
+        is made of: schema or tools.
+        """
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and not kept.spent.is_set():
@@ -222,10 +225,10 @@ class Grammars:
                 return kept
         if not self._compiler.acquire(timeout=self.seconds):
             raise CompilerBusy(
-                "schema must be compiled on its own (got one while another is still being "
+                f"{what} must be compiled alone (got a request while another is still being "
                 f"compiled after {self.seconds:g} s); send it again later"
             )
-        grammar = within(self.seconds, lambda: self._alone(make), self._compiler.release)
+        grammar = within(self.seconds, lambda: self._alone(make), self._compiler.release, what)
         with self._lock:
             self._kept[key] = grammar
             while len(self._kept) > KEPT:
@@ -248,18 +251,18 @@ class Grammars:
                 overrides=cast("Any", JSON),
             )
         except ValueError as e:
-            raise RequestError(f"schema must be one that can be compiled (got: {e})") from e
-        matcher = self._matcher(source)
+            raise RequestError(f"schema must be what can be compiled (got: {e})") from e
+        matcher = self._matcher("schema", source)
         spent = 1e3 * (time.perf_counter() - start)
         anew = partial(self.compile, schema)
         return Grammar(schema.text, matcher, self._vocabulary, schema.warnings(), spent, anew)
 
-    def _matcher(self, source: str) -> LLMatcher:
+    def _matcher(self, what: str, source: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, source, log_level=SILENT, limits=self.limits)
         if matcher.is_error():
-            raise RequestError(f"schema must be one that can be compiled (got: {reason(matcher)})")
+            raise RequestError(f"{what} must be what can be compiled (got: {reason(matcher)})")
         if self._vocabulary.dead(matcher):
-            raise RequestError(f"schema must allow some answer (got {_why_dead(matcher)})")
+            raise RequestError(f"{what} must allow some answer (got {_why_dead(matcher)})")
         return matcher
 
 
@@ -281,7 +284,12 @@ def _why_dead(matcher: LLMatcher) -> str:
     return f"one that is too long or too wide: {limit}" if limit else "one that no text satisfies"
 
 
-def within(seconds: float, work: Callable[[], T], unbegun: Callable[[], None] = lambda: None) -> T:
+def within(
+    seconds: float,
+    work: Callable[[], T],
+    unbegun: Callable[[], None] = lambda: None,
+    what: str = "schema",
+) -> T:
     """Run `work` on another thread for at most `seconds`; return or raise what it does. `unbegun`
     is called instead if the system gives no thread.
 
@@ -311,5 +319,5 @@ def within(seconds: float, work: Callable[[], T], unbegun: Callable[[], None] = 
     if errors:
         raise errors[0]
     if not results:
-        raise RequestError(f"schema must compile within {seconds:g} s (got one that does not)")
+        raise RequestError(f"{what} must compile within {seconds:g} s (got more)")
     return results[0]

@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table
 from thor_dflash.runtime.grammar.pattern import spanning
 from thor_dflash.runtime.grammar.schema import DEFINITIONS, read
-from thor_dflash.runtime.text.tool_calls import Tool
+from thor_dflash.runtime.text.tool_calls import ALL, Tool, resolve
 
 MAX_ANY_ORDER = 64
 """Parameters that may come in any order: one bit each. More come in the schema's order."""
@@ -32,7 +34,15 @@ JSON_STYLE = {
 END = r"/\n?<\/parameter>\n/"
 """The line break before the tag may be missing: a model that leaves it out must not be led on
 through the next calls (llama.cpp#26763)."""
+_TAG = "</parameter>"
 _BEFORE_END = r"~/(?s:.*)<\/parameter>(?s:.*)/"
+MAX_TEXT = 1 << 20
+"""Most characters of the rules of all tools. Each value that is no string takes the definitions of
+its tool with it: 100 KB of them for 500 parameters would take a minute."""
+MAX_CHOICES = 64
+"""Most alternatives of one value, and most anyOf, oneOf and $ref one behind another."""
+MAX_LENGTH = 2**31 - 1
+"""Of a string, characters."""
 _LABELS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 _RANGES = frozenset(("minLength", "maxLength", "pattern"))
 
@@ -86,9 +96,17 @@ def call_grammar(use: ToolUse, marks: tuple[int, int], answer: str = "") -> str:
     ]
     if answer:
         lines.append(f"answer: %json {answer}")
+    size = 0
     for i, tool in tools:
         enforced = strict if tool.strict is None else tool.strict
-        lines += _function(i, tool, strict=enforced)
+        for line in _function(i, tool, strict=enforced):
+            lines.append(line)
+            size += len(line)
+            if size > MAX_TEXT:
+                raise RequestError(
+                    f"tools must have a grammar of <= {MAX_TEXT} characters, in which each "
+                    "parameter has the definitions of its tool (got more)"
+                )
     return "\n".join(lines)
 
 
@@ -136,7 +154,9 @@ def _all(conditions: Sequence[str]) -> str:
 
 def _value(name: str, where: str, schema: object, root: Mapping[str, Any]) -> Iterator[str]:
     """The rules of one value, up to its end tag and the line break after it."""
-    branches = list(_branches(schema, where, root))
+    branches = list(islice(_branches(schema, where, root), MAX_CHOICES + 1))
+    if len(branches) > MAX_CHOICES:
+        raise RequestError(f"{where} must have at most {MAX_CHOICES} alternatives (got more)")
     if any(not branch for branch in branches):
         yield f"v{name}[suffix={END}]: /(?s:.*)/"
         return
@@ -153,27 +173,62 @@ def _value(name: str, where: str, schema: object, root: Mapping[str, Any]) -> It
             yield f"v{name}_{k}: %json {json.dumps(branch['json'], ensure_ascii=False)} PEND"
 
 
-def _branches(schema: object, where: str, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a value may be: `words`, or `text` (a Lark terminal), of raw strings; `json` (a schema);
-    or nothing, for any raw string.
+def _branches(
+    schema: object, where: str, root: Mapping[str, Any], depth: int = 0
+) -> Iterator[dict[str, Any]]:
+    """What a value may be, behind `depth` choices and references: `words`, or `text` (a Lark
+    terminal), of raw strings; `json` (a schema); or nothing, for any raw string.
     """
-    given: Mapping[str, Any] = (
-        cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
-    )
+    if schema is True:
+        yield {}
+        return
+    if (given := as_table(schema)) is None or depth > MAX_CHOICES:
+        rule = f"an object of keywords, behind at most {MAX_CHOICES} anyOf, oneOf and $ref"
+        raise RequestError(f"{where} must be {rule} (got {show(schema)})")
     table = {key: value for key, value in given.items() if key not in _LABELS}
-    types = table.get("type")
-    if inner := next((key for key in ("anyOf", "oneOf") if list(table) == [key]), ""):
-        for k, one in enumerate(cast("list[object]", table[inner])):
-            yield from _branches(one, f"{where}.{inner}[{k}]", root)
+    if (alternatives := _alternatives(table, where, root)) is not None:
+        for one, place in alternatives:
+            yield from _branches(one, place, root, depth + 1)
     elif "enum" in table or "const" in table:
-        yield from _constants(cast("list[object]", table.get("enum", [table.get("const")])))
-    elif isinstance(types, list):
-        for one in cast("list[object]", types):
-            yield from _branches({**table, "type": one}, where, root)
-    elif types == "string" or not table:
+        values = _several(table.get("enum", [table.get("const")]), f"{where}.enum")
+        yield from _constants(values, where)
+    elif table.get("type") == "string" or not table:
         yield _string(table, where)
     else:
         yield {"json": _json(table, where, root)}
+
+
+def _alternatives(
+    table: Mapping[str, object], where: str, root: Mapping[str, Any]
+) -> list[tuple[object, str]] | None:
+    """The schemas of which any may describe the value, and their places; None: this one does."""
+    key, value = next(iter(table.items())) if len(table) == 1 else ("", None)
+    if key == "$ref":
+        return [(_target(value, where, root), where)]
+    if key in ("anyOf", "oneOf") or (key == "allOf" and len(as_list(value) or ()) == 1):
+        where = f"{where}.{key}"
+        return [(one, f"{where}[{k}]") for k, one in enumerate(_several(value, where))]
+    if not isinstance(types := table.get("type"), list) or table.keys() & {"enum", "const"}:
+        return None
+    names = [one for one in _several(types, f"{where}.type") if isinstance(one, str)]
+    if len(names) < len(types) or not ALL.issuperset(names):
+        rule = ", ".join(sorted(ALL))
+        raise RequestError(f"{where}.type must be of {rule} (got {show(types)})")
+    return [({**table, "type": name}, where) for name in dict.fromkeys(names)]
+
+
+def _target(ref: object, where: str, root: Mapping[str, Any]) -> object:
+    target = resolve(root, ref) if isinstance(ref, str) else None
+    if target is None:
+        rule = "a path like #/$defs/NAME to a schema inside the parameters"
+        raise RequestError(f"{where}.$ref must be {rule} (got {show(ref)})")
+    return target
+
+
+def _several(value: object, where: str) -> list[object]:
+    if not (items := as_list(value)):
+        raise RequestError(f"{where} must be a list that is not empty (got {show(value)})")
+    return items
 
 
 def _json(table: Mapping[str, Any], where: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -181,16 +236,21 @@ def _json(table: Mapping[str, Any], where: str, root: Mapping[str, Any]) -> Mapp
     try:
         schema = read(whole)
         schema.check_patterns()
+        for one in schema.subschemas.values():
+            # To the compiler, another path would begin at the value instead of the parameters.
+            if one.ref and not one.ref.startswith(tuple(f"#/{key}/" for key in DEFINITIONS)):
+                raise RequestError(f"{one.where}.$ref must lead to $defs (got {show(one.ref)})")
     except RequestError as e:
         raise RequestError(f"{where}: {e}") from e
     return {**schema.for_compiler(), "x-guidance": JSON_STYLE}
 
 
-def _constants(values: Sequence[object]) -> Iterator[dict[str, Any]]:
-    if words := [value for value in values if isinstance(value, str)]:
-        yield {"words": words}
-    if others := [value for value in values if not isinstance(value, str)]:
-        yield {"words": [json.dumps(value, ensure_ascii=False) for value in others]}
+def _constants(values: Sequence[object], where: str) -> Iterator[dict[str, Any]]:
+    words = [value for value in values if isinstance(value, str)]
+    others = [json.dumps(v, ensure_ascii=False) for v in values if not isinstance(v, str)]
+    if ended := [word for word in (*words, *others) if _TAG in word]:
+        raise RequestError(f"{where}.enum must be without {_TAG} (got {show(ended[0])})")
+    yield from ({"words": found} for found in (words, others) if found)
 
 
 def _string(table: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -202,11 +262,22 @@ def _string(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if not table.keys() & _RANGES:
         return {}
-    low, high = table.get("minLength", 0), table.get("maxLength", "")
-    parts = [f"/(?s:.{{{low},{high}}})/", _BEFORE_END]
+    low, high = (_length(table, key, where) for key in ("minLength", "maxLength"))
+    if low is not None and high is not None and low > high:
+        raise RequestError(f"{where}.minLength must be <= maxLength (got {low} and {high})")
+    parts = [f"/(?s:.{{{low or 0},{'' if high is None else high}}})/", _BEFORE_END]
     if "pattern" in table:
-        parts.append(f"/{spanning(f'{where}.pattern', str(table['pattern']))}/")
+        if not isinstance(pattern := table["pattern"], str):
+            raise RequestError(f"{where}.pattern must be a string (got {show(pattern)})")
+        parts.append(f"/{spanning(f'{where}.pattern', pattern)}/")
     return {"text": " & ".join(parts)}
+
+
+def _length(table: Mapping[str, Any], key: str, where: str) -> int | None:
+    value: object = table.get(key)
+    if key in table and not (type(value) is int and 0 <= value <= MAX_LENGTH):
+        raise RequestError(f"{where}.{key} must be 0 to {MAX_LENGTH} (got {show(value)})")
+    return value if isinstance(value, int) else None
 
 
 def _literal(text: str) -> str:

@@ -56,7 +56,7 @@ class Tool:
         """JSON types of a parameter; string alone for one that the schema does not describe."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return _types(schema, self.parameters, 8) or frozenset(("string",))
+        return _types(schema, self.parameters) or frozenset(("string",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,29 +326,38 @@ class _Value:
         return f'"{_escaped(text)}"'
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[JsonType]:
-    """The JSON types that a schema allows; empty if it says nothing of them."""
-    if not isinstance(schema, Mapping) or not depth:
-        return frozenset()
-    table = cast("Mapping[str, Any]", schema)
-    if isinstance(ref := table.get("$ref"), str):
-        return _types(_at(root, ref), root, depth - 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(branches := table.get(key), list):
-            found = [_types(one, root, depth - 1) for one in cast("list[object]", branches)]
-            return frozenset[JsonType]().union(*found)
-    if isinstance(values := table.get("enum"), list):
-        return frozenset(map(_type_of, cast("list[object]", values)))
-    if "const" in table:
-        return frozenset((_type_of(table["const"]),))
+def _types(schema: object, root: Mapping[str, Any]) -> frozenset[JsonType]:
+    """The JSON types that a schema allows; empty if it says nothing of them. Each $ref is followed
+    once: definitions that lead to each other have no end.
+    """
+    found, followed, front = set[JsonType](), set[str](), [schema]
+    while front:
+        if (table := as_table(front.pop())) is None:
+            continue
+        branches = as_list(table.get("anyOf", table.get("oneOf")))
+        if isinstance(ref := table.get("$ref"), str):
+            front += [] if ref in followed else [resolve(root, ref)]
+            followed.add(ref)
+        elif branches is not None:
+            front += branches
+        elif (values := as_list(table.get("enum"))) is not None:
+            found.update(map(_type_of, values))
+        elif "const" in table:
+            found.add(_type_of(table["const"]))
+        else:
+            found |= _named_types(table)
+    return frozenset(found)
+
+
+def _named_types(table: Mapping[str, object]) -> frozenset[JsonType]:
     given = table.get("type")
-    names = cast("list[object]", given) if isinstance(given, list) else [given]
+    names = [given] if (several := as_list(given)) is None else several
     if known := ALL.intersection(name for name in names if isinstance(name, str)):
         return known
     return frozenset(("object",)) if "properties" in table else frozenset()
 
 
-def _at(root: Mapping[str, Any], ref: str) -> object:
+def resolve(root: Mapping[str, Any], ref: str) -> object:
     """What a reference within the parameters points to, or None."""
     at: object = root
     for part in ref.removeprefix("#/").split("/"):

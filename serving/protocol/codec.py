@@ -224,8 +224,16 @@ def typed(codec: Codec, body: bytes, kind: type[T]) -> T:
     return codec.decode(codec.encode(ours(codec.split(body))), kind)
 
 
-FREE_FORM = ("json_schema", "response_format", "metadata")
+FREE_FORM = (
+    "json_schema", "response_format", "metadata", "tools", "tool_choice", "chat_template_kwargs",
+)  # fmt: skip
 """The fields of a request whose values may hold anything."""
+
+
+class _RawCalls(Struct, frozen=True, gc=False):
+    """The part of a message whose value may hold anything, still encoded."""
+
+    tool_calls: Raw = Raw()
 
 
 @cache
@@ -244,10 +252,23 @@ def _check_sizes(codec: Codec, body: bytes) -> None:
     fields: dict[str, Raw] = structs.asdict(codec.decode(body, _raw_fields()))
     sizes = {name: len(raw) for name, raw in fields.items()}
     own = len(body) - sum(sizes.values())
-    for name, size in (*((name, sizes[name]) for name in FREE_FORM), ("x_ fields", own)):
+    calls = {"tool_calls of messages": _calls_size(codec, bytes(fields["messages"]))}
+    for name, size in (
+        {name: sizes[name] for name in FREE_FORM} | calls | {"x_ fields": own}
+    ).items():
         if size > FREE_FORM_BYTES:
             text = f"{name} must be <= {FREE_FORM_BYTES} bytes as encoded (got {size})"
-            raise PlanError("too_large", text, field=None if name == "x_ fields" else name)
+            raise PlanError("too_large", text, field=name if name in FREE_FORM else None)
+
+
+def _calls_size(codec: Codec, encoded: bytes) -> int:
+    if len(encoded) <= FREE_FORM_BYTES:
+        return 0
+    try:
+        turns = codec.decode(encoded, list[_RawCalls])
+    except PlanError as e:
+        raise bad_request("messages must be a list of objects (got another)", "messages") from e
+    return sum(len(turn.tool_calls) for turn in turns)
 
 
 def ours(table: dict[str, Raw]) -> dict[str, Raw]:
@@ -378,7 +399,10 @@ def check_plain(value: object, what: str, limit: int) -> None:
     else:
         text = f"{what} must be nested <= {DEPTH} deep (got more)"
         raise bad_request(text, what)
-    size = len(msgspec.json.encode(value))
+    try:
+        size = len(msgspec.json.encode(value))
+    except UnicodeEncodeError as e:
+        raise bad_request(f"{what} must be UTF-8 (got an unpaired surrogate)", what) from e
     if size > limit:
         raise PlanError("too_large", f"{what} must be <= {limit} bytes (got {size})", field=what)
 

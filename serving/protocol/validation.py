@@ -126,6 +126,15 @@ def check_values(request: wire.PlanRequest) -> None:
         check_plain(schema, "json_schema", MAX_BYTES)
     if request.metadata is not None:
         check_plain(request.metadata, "metadata", METADATA_BYTES)
+    if request.tools is not None:
+        check_plain(list(request.tools), "tools", MAX_BYTES)
+    if isinstance(request.tool_choice, dict):
+        check_plain(request.tool_choice, "tool_choice", MAX_BYTES)
+    if request.chat_template_kwargs is not None:
+        check_plain(request.chat_template_kwargs, "chat_template_kwargs", MAX_BYTES)
+    for i, message in enumerate(request.messages or ()):
+        if message.tool_calls is not None:
+            check_plain(list(message.tool_calls), f"messages[{i}].tool_calls", MAX_BYTES)
 
 
 def budget_of(request: wire.PlanRequest, config: ServeConfig) -> int:

@@ -233,15 +233,81 @@ def test_anchors_inside_of_a_strict_tools_pattern_are_refused() -> None:
             call_grammar(replace(USE, tools=(tool,)), marks())
 
 
+DEFS = {"$defs": {
+    "hue": {"type": "string", "enum": ["red", "a</b"]},
+    "a": {"$ref": "#/$defs/b"},
+    "b": {"$ref": "#/$defs/a"},
+    **{f"d{i}": {"anyOf": 9 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(9)},
+    "d9": {"type": "null"},
+}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "schema",
-    [{"type": "string", "format": "date"}, {"type": "object", "minProperties": 1}, {"not": {}}],
+    [
+        {"type": "string", "format": "date"},
+        {"type": "object", "minProperties": 1},
+        {"not": {}},
+        # Each of these was taken for another schema, or for the text of a grammar.
+        {"type": "string", "maxLength": "9})/ | /.*"},
+        {"type": "string", "maxLength": -1},
+        {"type": "string", "maxLength": True},
+        {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "string", "pattern": 5},
+        {"type": []},
+        {"type": ["strin"]},
+        {"type": [["string"]]},
+        {"enum": 5},
+        {"enum": []},
+        {"enum": ["a</parameter>"]},
+        {"anyOf": 5},
+        {"anyOf": []},
+        {"anyOf": [False]},
+        False,
+        [1],
+        # References to nowhere, in a circle, to billions of alternatives, to another place.
+        {"$ref": "#/$defs/none"},
+        {"$ref": 5},
+        {"$ref": "#/$defs/a"},
+        {"$ref": "#/$defs/d0"},
+        {"type": "object", "properties": {"k": {"$ref": "#"}}},
+    ],
+    ids=json.dumps,
 )
-def test_a_strict_value_that_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any]) -> None:
-    tool = Tool("f", {"properties": {"k": schema}}, strict=True)
+def test_a_strict_value_that_cannot_be_enforced_is_refused_by_name(schema: Any) -> None:
+    tool = Tool("f", {"properties": {"k": schema}, **DEFS}, strict=True)
     with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.k"):
         call_grammar(replace(USE, tools=(tool,)), marks())
     session().call_grammar(replace(USE, tools=(replace(tool, strict=None),)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/hue"}, ["red", "a</b"], ['"red"', "blue"]),
+        ({"allOf": [{"$ref": "#/$defs/hue"}], "default": "red"}, ["red"], ['"red"']),
+        ({"anyOf": [{"$ref": "#/$defs/hue"}, {"type": "null"}]}, ["red", "null"], ["nul"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/hue"}}, ['["red"]'], ["[red]", "red"]),
+        ({"type": ["string", "null"], "enum": ["x", None]}, ["x", "null"], ["y"]),
+    ],
+)
+def test_a_reference_of_a_strict_tool_is_what_it_leads_to(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    """As pydantic writes enumerations and optional values."""
+    tool = Tool("f", {"properties": {"k": schema}, **DEFS}, strict=True)
+    begin = session().call_grammar(replace(USE, choice="required", tools=(tool,))).begin
+    for value in (*good, *bad):
+        ids = call("f", ("k", value))
+        assert (begin().try_consume_tokens(ids) == len(ids)) == (value in good), value
+
+
+def test_definitions_are_not_copied_without_end() -> None:
+    many = {f"d{i}": {"type": "integer", "title": "t" * 99} for i in range(600)}
+    keys = {f"k{i}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for i in range(99)}
+    tool = Tool("f", {"properties": keys, "$defs": many}, strict=True)
+    with pytest.raises(RequestError, match="^tools must have a grammar of <= "):
+        call_grammar(replace(USE, tools=(tool,)), marks())
 
 
 def test_many_parameters_come_in_order() -> None:

@@ -15,6 +15,7 @@ from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.client import Message, PlanRequest
 from thor_dflash.serving.planner.mock_backend import MockBackend
@@ -54,6 +55,11 @@ TOOLS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 ASK = PlanRequest(prompt="Go to the table.", thinking="off", tools=TOOLS, tool_choice="required",
                   parts=("plan", "text", "thinking", "tokens", "timings"))  # fmt: skip
+
+
+DEEP: list[Any] = []
+for _ in range(900):
+    DEEP = [DEEP]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +130,19 @@ def test_no_call_with_choice_none(planner: LocalPlanner) -> None:
             "bad_request",
         ),
         ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "bad_request"),
+        ({"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs", "bad_request"),
+        ({"tools": ({"a": DEEP},)}, "tools", "bad_request"),
+        ({"tools": ({"a": b"x"},)}, "tools", "bad_request"),
+        ({"tools": ({"a": "x" * MAX_BYTES},)}, "tools", "too_large"),
+        ({"tools": ({"a": "\ud800"},)}, "tools", "bad_request"),
+        ({"tool_choice": {"type": DEEP}}, "tool_choice", "bad_request"),
+        (
+            {"prompt": None, "messages": (
+                Message(role="assistant", content="", tool_calls=({"a": DEEP},)),
+            )},
+            "messages[0].tool_calls",
+            "bad_request",
+        ),
         ({"json_schema": {"type": "array"}, "tool_choice": "auto"}, "json_schema", "bad_request"),
         (
             {

@@ -155,7 +155,9 @@ def test_the_time_to_read_a_body_is_bounded_by_its_length(kind: str) -> None:
     assert best < 0.05
 
 
-@pytest.mark.parametrize("field", ["metadata", "json_schema", "x_own"])
+@pytest.mark.parametrize(
+    "field", ["metadata", "json_schema", "tool_choice", "chat_template_kwargs", "x_own"]
+)
 @pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
 def test_free_form_values_have_a_largest_size(encoding: Codec, field: str) -> None:
     fits = {"a": [1] * (codec.FREE_FORM_BYTES // 4)}
@@ -164,6 +166,20 @@ def test_free_form_values_have_a_largest_size(encoding: Codec, field: str) -> No
     assert outcome(body) == "read"
     error = refused(encoding.encode({**PLAN, field: {"a": long}}))
     assert (error.code, error.field) == ("too_large", None if field == "x_own" else field)
+
+
+@pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
+def test_tools_and_calls_of_messages_have_a_largest_size(encoding: Codec) -> None:
+    long = "y" * (codec.FREE_FORM_BYTES // 2)
+    turn = {"role": "assistant", "content": long, "tool_calls": [{"a": long}]}
+    asked = {"op": "plan", "id": "i", "tools": [{"a": long}]}
+    assert outcome(encoding.encode({**asked, "messages": [turn]})) == "read"
+    calls = refused(encoding.encode({**asked, "messages": [turn, turn]}))
+    assert (calls.code, "tool_calls" in calls.message) == ("too_large", True)
+    tools = refused(encoding.encode({**asked, "tools": 2 * [{"a": long}]}))
+    assert (tools.code, tools.field) == ("too_large", "tools")
+    turns = refused(encoding.encode({**asked, "messages": [turn, long, long]}))
+    assert (turns.code, turns.field) == ("bad_request", "messages")
 
 
 def test_a_long_field_of_the_head_is_none() -> None:

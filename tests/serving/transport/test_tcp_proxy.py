@@ -57,7 +57,9 @@ def test_an_endpoint_names_an_interface_or_an_address(named: str, at: str) -> No
 
 @pytest.mark.parametrize("named", ["no_such_interface0", "[lo]", "192.0.2.1", "a" * 70])
 def test_another_endpoint_is_refused(named: str) -> None:
-    with pytest.raises(ConfigError, match=r"^serve\.bind must be a free address .*" + re.escape(named[:9])):
+    with pytest.raises(
+        ConfigError, match=r"^serve\.bind must be a free address .*" + re.escape(named[:9])
+    ):
         RouterSocket(ServeConfig(bind=(f"tcp://{named}:*",), insecure=True))
 
 
