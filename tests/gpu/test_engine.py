@@ -40,6 +40,14 @@ def session(made: Path) -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """With the DFlash2 drafter."""
+    out = package(tmp_path_factory.mktemp("cuda") / "second", engine="cuda", drafter="drafter2")
+    with closing(open_session(out, EngineConfig(), Silent())) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     out = package(tmp_path_factory.mktemp("ort") / "nano", engine="ort")
     with closing(open_session(out, EngineConfig(), Silent())) as opened:
@@ -81,6 +89,20 @@ def test_any_drafter_gives_the_plain_sampled_answer(session: Session, how: str) 
         lengths.append(session.report().spec.accept_len)
     print(f"{np.mean(lengths):.2f} tokens a cycle")
     assert np.mean(lengths) > 3
+
+
+@pytest.mark.parametrize("how", ["greedy", *DRAWN])
+def test_a_dflash2_drafter_gives_the_plain_answer(second: Session, how: str) -> None:
+    lengths: list[float] = []
+    for index in range(0, len(tasks()), 4):
+        asked = request(second, index)
+        if how != "greedy":
+            asked = replace(asked, sampling=DRAWN[how])
+        truth = answer(second, asked, NoDrafter())
+        assert answer(second, asked, DflashDrafter()) == truth, index
+        lengths.append(second.report().spec.accept_len)
+    print(f"{np.mean(lengths):.2f} tokens a cycle, of 8")
+    assert np.mean(lengths) > 6
 
 
 def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:

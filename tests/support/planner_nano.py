@@ -17,11 +17,11 @@ NANO = Path(__file__).parents[2] / "models" / "planner-nano"
 CAPACITY = 1024
 
 
-def package(out: Path, **options: object) -> Path:
+def package(out: Path, drafter: str = "drafter", **options: object) -> Path:
     """Build planner-nano's package in `out`, and return `out`. `options` go to BuildConfig."""
     settings = {"kv": "fp8", "activations": "bf16", "chunk": 64, "capacity": CAPACITY, **options}
     config = BuildConfig(**settings)  # type: ignore[arg-type]
-    build(NANO / "target", NANO / "drafter", out, config, Silent())
+    build(NANO / "target", NANO / drafter, out, config, Silent())
     return out
 
 
