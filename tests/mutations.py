@@ -42,6 +42,8 @@ def outcome(tree: Path, tests: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", QUICK, "--no-header"]
     command += ["-p", "no:cacheprovider", "--tb=no", *shlex.split(tests)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        return "caught"  # it crashed
     known = {0: "missed", 1: "caught"}
     return known.get(done.returncode) or f"not run: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
