@@ -112,13 +112,13 @@ def _layers(found: Sequence[InspectedLayer], together: EngineGraphs) -> Iterator
         sets = 1
     if ours:
         yield from _plugins(ours, {node: times[node] for node in sorted(nodes)}, sets)
+        yield from _tensors(found, together.model.graph)
     elif nodes:
         yield EngineFinding(
             f"none of {len(nodes)} custom nodes among {len(found)} layers", certain=False
         )
     if ours and not together.graphs[0].products:
         yield from _others([one for one in found if one not in ours])
-    yield from _tensors(found, together.model.graph)
     yield from _products(found, together.graphs[0].products, sets)
 
 
@@ -186,16 +186,11 @@ def _products(
     for one in found:
         for name in layers.keys() & {*one.nodes}:
             layers[name].append(one)
-    unknown = [name for name in products if not any(any(one.operands) for one in layers[name])]
-    if unknown:
-        what = f"element types unknown of {len(unknown)} products of 4-bit floats"
-        yield EngineFinding(f"{what}: {_some(unknown)}", certain=False)
-    wide = [n for n in products if n not in unknown and sum(map(_in_fp4, layers[n])) != sets]
+    wide = [name for name in products if sum(map(_in_fp4, layers[name])) != sets]
     if wide:
-        of = f"{len(wide)} of {len(products)}"
-        yield EngineFinding(
-            f"{of} products of 4-bit floats computed in another type: {_some(wide)}"
-        )
+        what = f"{len(wide)} of {len(products)} products of 4-bit floats computed in another type"
+        # If none is recognised, it is rather the words.
+        yield EngineFinding(f"{what}: {_some(wide)}", certain=len(wide) < len(products))
 
 
 def _in_fp4(layer: InspectedLayer) -> bool:
