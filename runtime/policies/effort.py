@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thor_dflash.config.decode import BudgetConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import ModelCard
-
-TEMPLATE_EFFORTS: Mapping[str, str] = {
-    "minimal": "low",
-    "low": "low",
-    "medium": "medium",
-    "high": "xhigh",
-    "x-high": "xhigh",
-    "max": "xhigh",
-}
-"""Effort -> value of `reasoning_effort` in a chat template that reads it, as Qwen3.8's does. The
-model then limits itself, without a budget."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta, Struct
 
+from thor_dflash.config.decode import TEMPLATE_EFFORTS
 from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.message_text import cut, nearest, show, visible
 from thor_dflash.serving.protocol import codec
@@ -115,6 +116,8 @@ class TemplateOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Variables of the chat template."""
 
     enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +138,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """-1 is off, as 0."""
     min_p: float | None = None
     reasoning_effort: str | None = None
-    """Only `none` is accepted, as `thinking: off`. Other efforts are given as `thinking_budget`."""
+    """`none` is `thinking: off`. Others go to a chat template that reads them, as Qwen3.8's does;
+    other models have `thinking_budget`."""
     chat_template_kwargs: TemplateOptions | None = None
     seed: int | None = None
     user: str | None = None
@@ -246,6 +250,7 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
         "max_tokens": next(iter(limits), None),
         "thinking": _thinking(request),
         "thinking_budget": request.thinking_budget,
+        "chat_template_kwargs": _template_options(request) or None,
         "deadline_ms": request.deadline_ms,
         # All chats of a gateway come from one client: without a session they must not preempt
         # each other.
@@ -273,10 +278,7 @@ def _sampling(request: ChatRequest) -> dict[str, object]:
 
 def _thinking(request: ChatRequest) -> str | None:
     effort, options = request.reasoning_effort, request.chat_template_kwargs
-    if effort not in (None, "none"):
-        rule = "be none; thinking_budget limits the thinking instead, in tokens"
-        got = visible(effort[:40])
-        raise bad_request(f"reasoning_effort must {rule} (got {got})", "reasoning_effort")
+    effort = effort if effort == "none" else None
     enabled = options.enable_thinking if options is not None else None
     thinking: str | None = request.thinking
     for name, value, means in (
@@ -289,6 +291,29 @@ def _thinking(request: ChatRequest) -> str | None:
         if value is not None:
             thinking = means
     return thinking
+
+
+def _template_options(request: ChatRequest) -> dict[str, object]:
+    """Variables of the chat template besides enable_thinking. The server refuses those that the
+    model's does not read.
+    """
+    options, effort = request.chat_template_kwargs, request.reasoning_effort
+    found: dict[str, object] = {}
+    if options is not None and options.preserve_thinking is not None:
+        found["preserve_thinking"] = options.preserve_thinking
+    if options is not None and options.reasoning_effort is not None:
+        found["reasoning_effort"] = options.reasoning_effort
+    if effort is None or effort == "none":
+        return found
+    if effort not in TEMPLATE_EFFORTS:
+        rule = f"one of none, {', '.join(TEMPLATE_EFFORTS)}"
+        got = visible(effort[:40])
+        raise bad_request(f"reasoning_effort must be {rule} (got {got})", "reasoning_effort")
+    if found.setdefault("reasoning_effort", TEMPLATE_EFFORTS[effort]) != TEMPLATE_EFFORTS[effort]:
+        rule = f"left out where reasoning_effort is {effort}"
+        name = "chat_template_kwargs.reasoning_effort"
+        raise bad_request(f"{name} must be {rule} (got {show(found['reasoning_effort'])})", name)
+    return found
 
 
 def _turns(messages: list[ChatMessage]) -> list[dict[str, str]]:

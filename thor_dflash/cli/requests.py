@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thor_dflash.cli import input_files
 from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
 from thor_dflash.cli.option_checks import given_keys
-from thor_dflash.config.decode import DecodeConfig
+from thor_dflash.config.decode import TEMPLATE_EFFORTS, DecodeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Progress
@@ -179,8 +179,6 @@ def _options(decode: DecodeConfig, text: Tokenizer) -> dict[str, object]:
 
 def _template_effort(decode: DecodeConfig, text: Tokenizer | None) -> str | None:
     """The effort as the chat template has it, if it reads one and one is given."""
-    from thor_dflash.runtime.policies.effort import TEMPLATE_EFFORTS
-
     if text is None or "reasoning_effort" not in text.options:
         return None
     return TEMPLATE_EFFORTS.get(decode.budget.effort)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -11,6 +12,17 @@ from thor_dflash.config.bounds import LARGEST, Count, Fraction, Positive
 from thor_dflash.core.errors import ConfigError
 
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
+TEMPLATE_EFFORTS: Mapping[str, str] = {
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "xhigh",
+    "x-high": "xhigh",
+    "xhigh": "xhigh",
+    "max": "xhigh",
+}
+"""Effort, as here or in OpenAI's API -> `reasoning_effort` of a chat template that reads it, as
+Qwen3.8's does. The model then limits itself, without a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

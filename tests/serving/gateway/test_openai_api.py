@@ -48,7 +48,11 @@ def fault(**fields: Any) -> str | None:
         ({"temperature": 1, "seed": -3}, "seed"),
         ({"temperature": 1, "presence_penalty": 1.5}, "presence_penalty"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "xhigh"}},
+            "chat_template_kwargs.reasoning_effort",
+        ),
         ({"reasoning_effort": "none", "thinking": "on"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"add_vision_id": True}}, "chat_template_kwargs.add_vision_id"),
         (
@@ -170,6 +174,26 @@ def test_thinking_is_chosen_in_the_words_of_each_client(
     fields: dict[str, Any], thinking: str
 ) -> None:
     assert asks(**fields) == asks(thinking=thinking)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"reasoning_effort": "minimal"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "xhigh"}),
+        (
+            {"chat_template_kwargs": {"preserve_thinking": False, "reasoning_effort": "medium"}},
+            {"preserve_thinking": False, "reasoning_effort": "medium"},
+        ),
+        ({"reasoning_effort": "none"}, None),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, None),
+    ],
+    ids=str,
+)
+def test_efforts_and_preserved_thinking_are_for_the_chat_template(
+    fields: dict[str, Any], options: dict[str, Any] | None
+) -> None:
+    assert asks(**fields).chat_template_kwargs == options
 
 
 def test_one_limit_may_be_given_in_both_words() -> None:
