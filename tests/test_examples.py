@@ -95,7 +95,7 @@ def test_the_page_on_commands_shows_every_command() -> None:
     assert shown == {path.stem for path in COMMAND_FILES} - {"__init__"}
 
 
-SERVING = {"serve": "serve", "plan": "serve", "keygen": "serve", "gateway": "http"}
+SERVING = {"serve": "serve", "gateway": "http"}
 """Command -> the extra that it asks for."""
 INSTALL = re.compile(r"^pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", re.M)
 
@@ -106,7 +106,7 @@ INSTALL = re.compile(r"^pip install -c constraints\.txt -e '\.\[([\w,]+)\]'", re
 def test_a_page_says_what_to_install_before_a_command_that_needs_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = {words(command)[0] for command in commands(page)} & SERVING.keys()
-    assert {"serve", "plan", "gateway"} <= shown
+    assert shown == SERVING.keys()
     for verb in shown:
         before = text[: text.index(f"\nthor-dflash {verb} ")]
         assert SERVING[verb] in ",".join(INSTALL.findall(before)).split(","), verb

@@ -28,16 +28,17 @@ EXTRAS = {
         "cuda-bindings": "13.0",
         "nvidia-cuda-nvrtc": "13.0",
     },
-    "serve": {"pyzmq": "27", "jsonschema-rs": "0.38"},
+    "serve": {"jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
 }
-"""Extra of this package -> its distributions and their minimum versions."""
+"""Extra of this package -> its distributions and their minimum versions. Those of `engine` are not
+among them: without them there is no doctor."""
 USES = {
     "build": "to build packages, and to check those of engine ort",
     "ort": "for packages of engine ort",
     "cuda": "for packages of engine cuda",
     "tensorrt": "to build and run packages of engine tensorrt, beside TensorRT itself",
-    "serve": "to serve plans, and to request one",
+    "serve": "to serve plans",
     "http": "for the HTTP gateway",
 }
 CUDA = 13000

@@ -5,15 +5,17 @@ installs it.
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from support import planner_nano
 
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.extras import extra
+from thor_dflash.core.extras import ENGINE, extra
 
 SCRIPT = (
     "import sys; sys.modules[sys.argv[1]] = None\n"
@@ -33,7 +35,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("onnx", "build", "build --target t --out o"),
         ("onnxruntime", "ort", "generate --prompt hi --package"),
-        ("zmq", "serve", "serve --mock"),
+        ("jsonschema_rs", "serve", "serve --mock"),
+        ("tokenizers", "ort", "generate --prompt hi --package"),
+        ("tomli_w", "ort", "doctor"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -47,6 +51,25 @@ def test_a_missing_package_is_named_with_its_extra(
     message = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
     assert done.returncode == 2, done.stderr
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_the_modules_of_engines_are_those_of_the_extra() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    needs = tomllib.loads(text)["project"]["optional-dependencies"]["engine"]
+    assert {re.split("[><=]", need)[0].replace("-", "_") for need in needs} == {*ENGINE}
+
+
+def test_a_session_without_an_engine_says_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "from thor_dflash.core.errors import ConfigError\n"
+        "try: import thor_dflash.runtime.session\n"
+        "except ConfigError as e: print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("numpy must be installed: pip install 'thor-dflash[ort]'")
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_and_no_extra() -> None:

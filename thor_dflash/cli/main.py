@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli import exit_status, option_checks, stdio
 from thor_dflash.cli.parser import parse
+from thor_dflash.core import extras
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line
 from thor_dflash.core.progress import print_line
@@ -72,6 +73,8 @@ def _refusal(error: Exception) -> str:
     """
     if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
         return f"{error.filename or 'every file'} must be usable (got: {error.strerror})"
+    if isinstance(error, ModuleNotFoundError) and error.name in extras.ENGINE:
+        return extras.missing("engine", error)
     if isinstance(error, ImportError) and not (error.name or "").startswith("thor_dflash"):
         return f"{error.name or 'every library'} must load on this machine (got: {error})"
     return ""

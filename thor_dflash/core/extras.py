@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.shortages import shortage
 
+ENGINE = ("numpy", "ml_dtypes", "tokenizers", "jinja2", "llguidance", "tomli_w")
+"""The modules of the extra `engine`."""
+
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
@@ -21,10 +24,14 @@ def extra(name: str) -> Generator[None]:
     except ImportError as e:
         if (e.name or "").startswith("thor_dflash"):
             raise
-        if text := shortage(e):
-            raise ConfigError(text) from e
-        # If it is there: for example a compiled package that needs a newer libstdc++.
-        got = "none" if isinstance(e, ModuleNotFoundError) else f": {e}"
-        raise ConfigError(
-            f"{e.name} must be installed: pip install 'thor-dflash[{name}]' (got {got})"
-        ) from e
+        raise ConfigError(shortage(e) or missing(name, e)) from e
+
+
+def missing(name: str, error: ImportError) -> str:
+    """The message for a module that does not load, of the extra `name`."""
+    command = f"pip install 'thor-dflash[{name}]'"
+    if name == "engine":  # alone it is of no use
+        command = "pip install 'thor-dflash[ort]', or [cuda] for an NVIDIA GPU"
+    # If it is there: for example a compiled package that needs a newer libstdc++.
+    got = "none" if isinstance(error, ModuleNotFoundError) else f": {error}"
+    return f"{error.name or f'the extra {name}'} must be installed: {command} (got {got})"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cpp_clients import needs_cpp, program
 
 from thor_dflash.serving.client import Options, PlanRequest, RemotePlanner
 
@@ -23,7 +22,6 @@ RUN = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
 SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 PYTHON_EXAMPLE = (sys.executable, "-c", SCRIPT, EXAMPLES / "plan.py")
 """As `python plan.py` runs it, with the package of this checkout."""
-HEADERS = [Path("/usr/include", name) for name in ("zmq.hpp", "zmq_addon.hpp", "nlohmann/json.hpp")]
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -122,34 +120,12 @@ def test_the_command_line_and_the_python_example(start: Start, tmp_path: Path) -
     assert run([*PYTHON_EXAMPLE, "nowhere", "x"], 1).stdout.startswith("refused ConfigError(")
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None or not all(path.is_file() for path in HEADERS),
-    reason="needs g++, libzmq3-dev, cppzmq-dev and nlohmann-json3-dev",
-)
+@needs_cpp
 def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     start()
-    source = EXAMPLES / "plan.cpp"
-    # nlohmann's header takes seconds to compile, so the program is kept until its source changes.
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    kept = pytestconfig.pluginmanager.has_plugin("cacheprovider") and pytestconfig.cache
-    program = (kept.mkdir("thor-dflash-examples") if kept else tmp_path) / digest
-    if not program.exists():
-        made = tmp_path / "plan-example"
-        run(["g++", "-std=c++17", "-O0", "-Wall", "-Werror", source, "-lzmq", "-o", made])
-        shutil.copy(made, program)
-    lines = run([program, f"ipc://{tmp_path}/plan", "x"]).stdout.splitlines()
+    made = program(EXAMPLES / "plan.cpp", pytestconfig, tmp_path)
+    lines = run([made, f"ipc://{tmp_path}/plan", "x"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "step", "step", "done"]
     assert lines[0] == 'step "goto" {"target":"shelf"}'
     for endpoint, text in (("nowhere", "x"), ("tcp://127.0.0.1:1", b"\xff")):
-        assert run([program, endpoint, text], 2).stderr.startswith(f"plan: {endpoint}: ")
-
-
-def test_a_client_needs_pyzmq_and_msgspec_alone() -> None:
-    script = (
-        "import sys, thor_dflash.serving.client, thor_dflash.serving.client.async_client\n"
-        "heavy = {'numpy', 'tokenizers', 'jinja2', 'rich', 'onnxruntime', 'llguidance',\n"
-        "         'jsonschema_rs', 'starlette'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        assert run([made, endpoint, text], 2).stderr.startswith(f"plan: {endpoint}: ")

@@ -11,10 +11,7 @@ from thor_dflash.core.progress import Progress
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Make the keys and print where each belongs."""
-    from thor_dflash.core.extras import extra
-
-    with extra("serve"):
-        from thor_dflash.serving.transport import curve
+    from thor_dflash.serving.transport import curve
 
     curve.keygen(args.directory)
     d = args.directory

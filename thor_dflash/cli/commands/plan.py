@@ -36,11 +36,8 @@ STATES = {
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Request a plan from a server and print it; return the exit status."""
-    from thor_dflash.core.extras import extra
-
-    with extra("serve"):
-        from thor_dflash.serving.client import Options, RemotePlanner, connection
-        from thor_dflash.serving.transport import access
+    from thor_dflash.serving.client import Options, RemotePlanner, connection
+    from thor_dflash.serving.transport import access
 
     token = None if args.token_file is None else access.read_token(str(args.token_file))
     options = Options(keys="" if args.keys is None else str(args.keys), token=token)

@@ -1,0 +1,236 @@
+"""The replies to control operations, as typed structs: what `schemas.py` describes. Those to a plan
+are in messages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from thor_dflash.serving.protocol import messages
+
+
+class ControlReply(Struct, frozen=True, kw_only=True):
+    """The fields of every reply to a control operation."""
+
+    v: int
+    id: str
+    type: Literal["result"]
+    seq: int
+
+
+class PingReply(ControlReply, frozen=True):
+    """The reply to `ping`."""
+
+    status: Literal["ok"]
+    message: str
+
+
+class ServerName(Struct, frozen=True, kw_only=True):
+    """Which program answers."""
+
+    name: str
+    version: str
+
+
+class ModelReply(Struct, frozen=True, kw_only=True):
+    """The model of a server."""
+
+    model: str
+    engine: str
+    quantisation: dict[str, Any]
+    package_sha256: str | None
+    tokenizer_sha256: str | None
+    golden_sha256: str | None
+    max_context: int
+    block: int
+    prefill_chunk: int
+    features: tuple[str, ...]
+
+
+class ServerLimits(Struct, frozen=True, kw_only=True):
+    """The limits of a server: bytes, tokens, ms."""
+
+    max_message: int
+    max_queue: int
+    max_context: int | None
+    max_schema: int
+    max_metadata: int
+    max_depth: int
+    prefill_chunk: int | None
+    cancel_bound_ms: float | None
+
+
+class ServerDefaults(Struct, frozen=True, kw_only=True):
+    """What holds for a plan that does not say otherwise."""
+
+    max_tokens: int
+    thinking: Literal["on", "off", "auto"]
+    thinking_budget: int
+
+
+class PrefixInfo(Struct, frozen=True, kw_only=True):
+    """A pinned prefix."""
+
+    prefix_id: str
+    tokens: int
+    held: int
+    bytes: int
+    build_ms: float
+    persisted: bool
+
+
+class HostInfo(Struct, frozen=True, kw_only=True):
+    """The machine of a server."""
+
+    name: str | None
+    engine: str
+    cores: int | None
+    memory_mb: int | None
+
+
+class HelloReply(ControlReply, frozen=True):
+    """The reply to `hello`."""
+
+    server: ServerName
+    versions: tuple[int, ...]
+    model: ModelReply | None
+    features: tuple[str, ...]
+    limits: ServerLimits
+    defaults: ServerDefaults
+    prefixes: tuple[PrefixInfo, ...]
+    device: HostInfo
+    admin: bool
+
+
+class HealthReply(ControlReply, frozen=True):
+    """The reply to `health`."""
+
+    state: messages.State
+    ready: bool
+    level: Literal["OK", "WARN", "ERROR"]
+    error: str | None
+    watchdog_age_s: float
+    uptime_s: float
+    ready_after_s: float | None
+    running: int
+    waiting: int
+
+
+class TokenCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens since the start."""
+
+    prompt: int = 0
+    cached: int = 0
+    thinking: int = 0
+    output: int = 0
+
+
+class SpeculationCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Speculation since the start."""
+
+    accepted_per_position: tuple[int, ...]
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    forced: int = 0
+
+
+class Percentiles(Struct, frozen=True, kw_only=True):
+    """Of the last plans."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Latencies(Struct, frozen=True, kw_only=True):
+    """Percentiles of times, ms; null before there are any."""
+
+    queue_ms: Percentiles | None
+    ttft_ms: Percentiles | None
+    ttfa_ms: Percentiles | None
+    e2e_ms: Percentiles | None
+
+
+class PlanTimes(Struct, frozen=True, kw_only=True):
+    """One of the last plans."""
+
+    finish_reason: messages.Finish
+    queue_ms: float
+    ttft_ms: float
+    ttfa_ms: float | None
+    e2e_ms: float
+    tok_s: float
+
+
+class HostState(Struct, frozen=True, kw_only=True):
+    """Memory and clocks now."""
+
+    memory_available_mb: int | None
+    resident_mb: int | None
+    gpu_mhz: int | None
+    emc_mhz: int | None
+
+
+class StatsReply(ControlReply, frozen=True):
+    """The reply to `stats`."""
+
+    requests: dict[str, int]
+    finished: dict[str, int]
+    refused: dict[str, int]
+    tokens: TokenCounts
+    spec: SpeculationCounts
+    percentiles: Latencies
+    last: tuple[PlanTimes, ...]
+    running: int
+    waiting: int
+    device: HostState
+
+
+class ValidateReply(ControlReply, frozen=True, omit_defaults=True):
+    """The reply to `validate`."""
+
+    max_context: int
+    prompt_tokens: int = 0
+    """Only if there was a prompt."""
+    compile_ms: float = 0.0
+    """This and the next only if there was a schema."""
+    warnings: tuple[str, ...] = ()
+
+
+class PrefixPutReply(ControlReply, frozen=True):
+    """The reply to `prefix.put`."""
+
+    prefix_id: str
+    tokens: int
+    held: int
+    bytes: int
+    build_ms: float
+    persisted: bool
+
+
+class PrefixListReply(ControlReply, frozen=True):
+    """The reply to `prefix.list`."""
+
+    prefixes: tuple[PrefixInfo, ...]
+    skipped: tuple[str, ...]
+
+
+class PrefixDropReply(ControlReply, frozen=True):
+    """The reply to `prefix.drop`."""
+
+    dropped: bool
+
+
+class AckReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The reply to `cancel`, `drain` and `shutdown`: one of the last three fields."""
+
+    v: int
+    id: str
+    type: Literal["ack"]
+    seq: int
+    cancelled: bool = False
+    draining: bool = False
+    stopping: bool = False

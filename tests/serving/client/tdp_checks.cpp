@@ -1,0 +1,88 @@
+// What tests/serving/client/test_cpp.py checks of tdp.hpp: one mode per run, one line of output.
+#include <atomic>
+#include <iostream>
+#include <string>
+#include <tdp.hpp>
+#include <thread>
+
+using Clock = std::chrono::steady_clock;
+
+long since(Clock::time_point start) {
+  return std::chrono::duration_cast<tdp::milliseconds>(Clock::now() - start).count();
+}
+
+// "CODE MS": with what error a plan ended, and how long after `start`.
+std::string ended(tdp::Plan& plan, const Clock::time_point& start) {
+  try {
+    while (plan.next()) {
+    }
+  } catch (const tdp::Error& error) {
+    return error.code + " " + std::to_string(since(start));
+  }
+  return "ok " + std::to_string(since(start));
+}
+
+std::string run(const std::string& mode, tdp::Client& client, const std::string& argument) {
+  const tdp::json ask = {{"prompt", "x"}, {"stream", "steps"}};
+  if (mode == "call") return client.call({{"op", argument}}).dump();
+  if (mode == "long") return client.plan({{"prompt", std::string(1 << 20, 'x')}}).dump();
+  if (mode == "plan") return client.plan(tdp::json::parse(argument)).dump();
+  if (mode == "cancel") {
+    tdp::Plan plan(client, ask);
+    plan.next();
+    Clock::time_point start;
+    std::thread other([&] {
+      std::this_thread::sleep_for(tdp::milliseconds(30));
+      start = Clock::now();
+      plan.cancel();
+    });
+    other.join();
+    return ended(plan, start);
+  }
+  if (mode == "early") {  // a cancel before the first next, twice
+    tdp::Plan plan(client, ask);
+    plan.cancel();
+    plan.cancel();
+    return ended(plan, Clock::now());
+  }
+  if (mode == "leave") {  // a plan that is left is cancelled: the next one of its session is not busy
+    { tdp::Plan plan(client, ask); plan.next(); }
+    const auto start = Clock::now();
+    while (client.call({{"op", "health"}})["running"] != 0 && since(start) < 2000) {
+    }
+    return "ok " + std::to_string(since(start));
+  }
+  if (mode == "threads") {
+    std::atomic<int> whole{0};
+    std::thread threads[4];
+    for (auto& thread : threads)
+      thread = std::thread([&] { whole += tdp::whole(client.plan({{"prompt", "x"}})); });
+    for (auto& thread : threads) thread.join();
+    return std::to_string(whole);
+  }
+  if (mode == "lost") {  // prints a line after the first step; then the test kills the server
+    tdp::Plan plan(client, ask);
+    plan.next();
+    std::cout << "step" << std::endl;
+    return ended(plan, Clock::now());
+  }
+  return "unknown mode";
+}
+
+int main(int argc, char** argv) {
+  tdp::Options options;
+  options.timeout = tdp::milliseconds(1500);
+  if (argc == 7) {
+    options.server_key = argv[4];
+    options.public_key = argv[5];
+    options.secret_key = argv[6];
+  }
+  tdp::Client client(argv[1], options);
+  const auto start = Clock::now();
+  try {
+    std::cout << run(argv[2], client, argv[3]) << std::endl;
+  } catch (const tdp::Error& error) {
+    std::cout << error.code << " " << since(start) << " " << error.retryable << " " << error.reply.dump()
+              << std::endl;
+  }
+}

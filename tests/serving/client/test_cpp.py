@@ -1,0 +1,116 @@
+"""The C++ client against a mock: cancel from another thread, deadlines, lost servers, keys."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from support.cpp_clients import needs_cpp, program
+from support.server_process import RUN
+from support.serving_fixtures import House
+
+from thor_dflash.serving.protocol import json_schemas
+from thor_dflash.serving.transport import curve
+
+pytestmark = [needs_cpp, pytest.mark.slow]
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def checks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = Path(__file__).with_name("tdp_checks.cpp")
+    return program(source, pytestconfig, tmp_path_factory.mktemp("checks"))
+
+
+@pytest.fixture
+def run(checks: Path) -> Run:
+    """Runs one mode of tdp_checks.cpp; the words of its last line."""
+
+    def it(endpoint: str, mode: str, argument: str = "x", *keys: str) -> list[str]:
+        command = [checks, endpoint, mode, argument, *keys]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.splitlines()[-1].split(" ", 3)
+
+    return it
+
+
+def table(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(" ".join(words))
+    return found
+
+
+def test_plans_operations_and_errors(house: House, run: Run) -> None:
+    endpoint = house.mock().endpoints[0]
+    result = table(run(endpoint, "plan", '{"prompt": "x"}'))
+    schemas = json_schemas.render()
+    jsonschema_rs.validator_for(schemas["reply.result"]).validate(result)
+    assert result["plan"]["goal"] == "cup on table"
+    hello = table(run(endpoint, "call", "hello"))
+    jsonschema_rs.validator_for(schemas["reply.hello"]).validate(hello)
+    code, _, retryable, reply = run(endpoint, "plan", '{"prompt": ""}')
+    assert (code, retryable, json.loads(reply)["field"]) == ("bad_request", "0", "prompt")
+    code, _, retryable, reply = run(endpoint, "long")
+    assert (code, retryable, reply) == ("too_large", "0", "null")
+    assert run(endpoint, "threads") == ["4"]
+
+
+def test_a_cancel_from_another_thread_ends_the_plan_within_a_cycle(house: House, run: Run) -> None:
+    endpoint = house.mock(cycle_s=0.1).endpoints[0]
+    for mode in ("cancel", "early"):
+        code, ms = run(endpoint, mode)
+        assert code == "cancelled"
+        assert int(ms) < 400, mode
+    code, ms = run(endpoint, "leave")
+    assert (code, int(ms) < 400) == ("ok", True)
+
+
+def test_a_deadline_counts_from_the_call(house: House, run: Run) -> None:
+    endpoint = house.mock(cycle_s=0.02).endpoints[0]
+    result = table(run(endpoint, "plan", '{"prompt": "x", "deadline_ms": 100}'))
+    assert (result["finish_reason"], result["status"]) == ("deadline", "partial")
+    # Without a server, connecting takes no longer than the deadline, or else the timeout (1.5 s).
+    code, ms, retryable, _ = run("tcp://127.0.0.1:1", "plan", '{"prompt":"x","deadline_ms":200}')
+    assert (code, retryable) == ("unreachable", "1")
+    assert 200 <= int(ms) < 1000
+    code, ms, _, _ = run("tcp://127.0.0.1:1", "plan", '{"prompt": "x"}')
+    assert code == "unreachable"
+    assert int(ms) >= 1500
+
+
+def test_a_server_that_dies_is_noticed_at_once(checks: Path, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/plan"
+    serve = [sys.executable, "-c", RUN, "serve", "--mock", "--mock-cycle-ms", "500"]
+    with (
+        subprocess.Popen([*serve, "--bind", endpoint], stderr=subprocess.PIPE, text=True) as server,
+        subprocess.Popen([checks, endpoint, "lost", "x"], stdout=subprocess.PIPE, text=True) as it,
+    ):
+        assert it.stdout
+        assert it.stdout.readline() == "step\n"
+        server.kill()
+        code, ms = it.stdout.readline().split()
+    assert code == "unreachable"
+    assert int(ms) < 2000
+
+
+def test_keys(house: House, run: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    curve.keygen(keys)
+    endpoint = house.mock(curve=str(keys)).endpoints[0]
+    server = curve.public_key(keys / "server.public").decode()
+    public = curve.public_key(keys / "client.public").decode()
+    secret = curve.secret_key(keys / "client.secret").decode()
+    assert table(run(endpoint, "call", "ping", server, public, secret))["status"] == "ok"
+    code, *_ = run(endpoint, "call", "ping")
+    assert code == "unreachable"
+    stranger = tmp_path / "other"
+    curve.keygen(stranger)
+    public = curve.public_key(stranger / "client.public").decode()
+    secret = curve.secret_key(stranger / "client.secret").decode()
+    code, _, retryable, _ = run(endpoint, "call", "ping", server, public, secret)
+    assert (code, retryable) == ("unreachable", "0")
