@@ -61,7 +61,7 @@ def test_the_modules_of_engines_are_those_of_the_extra() -> None:
 
 def test_a_session_without_an_engine_says_what_to_install() -> None:
     script = (
-        "import sys; sys.modules['numpy'] = None\n"
+        "import sys; sys.modules['ml_dtypes'] = None\n"
         "from thor_dflash.core.errors import ConfigError\n"
         "try: import thor_dflash.runtime.session\n"
         "except ConfigError as e: print(e)\n"
@@ -69,7 +69,7 @@ def test_a_session_without_an_engine_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("numpy must be installed: pip install 'thor-dflash[ort]'")
+    assert done.stdout.startswith("ml_dtypes must be installed: pip install 'thor-dflash[ort]'")
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_and_no_extra() -> None:

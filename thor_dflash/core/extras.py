@@ -33,5 +33,5 @@ def missing(name: str, error: ImportError) -> str:
     if name == "engine":  # alone it is of no use
         command = "pip install 'thor-dflash[ort]', or [cuda] for an NVIDIA GPU"
     # If it is there: for example a compiled package that needs a newer libstdc++.
-    got = "none" if isinstance(error, ModuleNotFoundError) else f": {error}"
+    got = "none" if isinstance(error, ModuleNotFoundError) else str(error)
     return f"{error.name or f'the extra {name}'} must be installed: {command} (got {got})"
