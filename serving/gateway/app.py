@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from thor_dflash.config.serving import GatewayConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import cut, visible
 from thor_dflash.serving.client.retry import with_time_left
-from thor_dflash.serving.gateway import auth, metrics, openai_api, replies
+from thor_dflash.serving.gateway import auth, metrics, openai_answers, openai_api, replies
 from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
@@ -66,6 +68,7 @@ class Gateway:
         self._config = config
         self._pool: ServerPool | None = None
         self._reading = asyncio.Lock()
+        self._salt = secrets.token_bytes(16)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
@@ -89,7 +92,7 @@ class Gateway:
             text, arrived = await body.read(request), time.monotonic()
             _check_kind(request)
             chat = await self._read(text)
-            plan = openai_api.plan_request(chat)
+            plan = openai_api.plan_request(chat, self._caller(request))
             if chat.model and not await self.pool.knows(chat.model):
                 return replies.no_model(chat.model, self.pool.known())
             # Other bodies, or a server that has not yet named its model, may have been waited for.
@@ -105,14 +108,24 @@ class Gateway:
             return reply
         except ClientDisconnect:
             return Response(status_code=499)
-        answer = openai_api.ResponseHeader(member.model or MODEL)
+        answer = openai_answers.ResponseHeader(member.model or MODEL)
         if chat.stream:
             usage = chat.stream_options is not None and chat.stream_options.include_usage
             pieces = _pieces(first, events, answer, usage=usage)
             return StreamingResponse(pieces, media_type="text/event-stream")
         assert isinstance(first, messages.Result), first
         await events.aclose()  # else its server counts as busy until garbage collection
-        return replies.json(openai_api.completion(answer, first))
+        return replies.json(openai_answers.completion(answer, first))
+
+    def _caller(self, request: Request) -> openai_api.Caller:
+        """What a request is known by. The scope comes from the API key, never from the body, and
+        tells the plan server nothing of the key.
+        """
+        key = auth.api_key(request.headers.get("authorization", ""))
+        return openai_api.Caller(
+            session=request.headers.get("x-session-id", ""),
+            scope=hashlib.blake2b(key, key=self._salt, digest_size=16).hexdigest() if key else None,
+        )
 
     async def _read(self, body: bytes) -> openai_api.ChatRequest:
         """Decode a body. Large ones are decoded one at a time, each with a pause as long after it:
@@ -183,13 +196,14 @@ async def _while_there(request: Request, events: AsyncIterator[PoolEvent]) -> Po
 async def _pieces(
     first: messages.Event,
     events: AsyncGenerator[PoolEvent],
-    answer: openai_api.ResponseHeader,
+    answer: openai_answers.ResponseHeader,
     *,
     usage: bool,
 ) -> AsyncGenerator[bytes]:
     # Starlette closes this when the client disconnects; closing `events` then cancels the plan.
     try:
-        yield _sse(openai_api.delta(answer, role="assistant", content=""))
+        # Without content: clients take an empty one before tool calls for a message of its own.
+        yield _sse(openai_answers.delta(answer, role="assistant"))
         seq = _check_next(first, 0)
         for piece in _of_event(first, answer, usage=usage):
             yield _sse(piece)
@@ -217,15 +231,17 @@ def _check_next(event: messages.Event, seq: int) -> int:
 
 
 def _of_event(
-    event: messages.Event, answer: openai_api.ResponseHeader, *, usage: bool
+    event: messages.Event, answer: openai_answers.ResponseHeader, *, usage: bool
 ) -> list[dict[str, Any]]:
     if isinstance(event, messages.Chunk):
+        if event.call is not None:
+            return openai_answers.call_deltas(answer, event.call)
         if event.text is None:
             return []
         name = "reasoning_content" if event.kind == "thinking" else "content"
-        return [openai_api.delta(answer, **{name: event.text})]
-    last = [openai_api.ending(answer, event)]
-    return [*last, openai_api.counted(answer, event)] if usage else last
+        return [openai_answers.delta(answer, **{name: event.text})]
+    last = [openai_answers.ending(answer, event)]
+    return [*last, openai_answers.counted(answer, event)] if usage else last
 
 
 def _check_kind(request: Request) -> None:

@@ -17,13 +17,24 @@ COUNTERS = (
     ("spec_decode_num_accepted_tokens", "Drafts accepted.", "spec", "accepted"),
     ("spec_decode_num_forced_tokens", "Tokens forced by a grammar or a budget.", "spec", "forced"),
     ("prompt_tokens", "Prompt tokens.", "tokens", "prompt"),
-    ("prompt_tokens_cached", "Prompt tokens a pinned prefix saved.", "tokens", "cached"),
+    ("prompt_tokens_cached", "Prompt tokens that were not read again.", "tokens", "cached"),
+    ("prefix_cache_queries", "Prompt tokens looked up in earlier turns.", "reuse", "queries"),
+    ("prefix_cache_hits", "Prompt tokens continued from earlier turns.", "reuse", "hits"),
+    ("prefix_cache_evictions", "Turns forgotten for lack of memory.", "reuse", "evicted"),
+    ("prefix_cache_swapped_out_bytes", "Bytes of states kept.", "reuse", "swapped_out"),
+    ("prefix_cache_swapped_in_bytes", "Bytes of states taken back.", "reuse", "swapped_in"),
     ("generation_tokens", "Answer tokens.", "tokens", "output"),
     ("thinking_tokens", "Thinking tokens.", "tokens", "thinking"),
 )
 LABELLED = (
     ("request_success", "Plans by finish reason.", "finished", "finished_reason"),
     ("request_refused", "Error answers by code.", "refused", "code"),
+)
+GAUGES = (
+    ("num_requests_running", "Plans that run.", "running"),
+    ("num_requests_waiting", "Plans that wait.", "waiting"),
+    ("prefix_cache_bytes", "Memory of earlier turns.", "bytes"),
+    ("prefix_cache_boundaries", "Places where a prompt may continue.", "boundaries"),
 )
 LATENCIES = (
     ("time_to_first_token_ms", "ttft_ms"),
@@ -80,10 +91,10 @@ def _counters(there: list[tuple[str, dict[str, Any]]]) -> Iterable[Metric]:
 
 
 def _gauges(there: list[tuple[str, dict[str, Any]]]) -> Iterable[Metric]:
-    for name, key in (("num_requests_running", "running"), ("num_requests_waiting", "waiting")):
-        gauge = GaugeMetricFamily(PREFIX + name, "Plans in the server.", labels=["server"])
+    for name, text, key in GAUGES:
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=["server"])
         for server, stats in there:
-            gauge.add_metric([server], stats[key])
+            gauge.add_metric([server], {**stats, **stats["reuse"]}[key])
         yield gauge
     for name, key in LATENCIES:
         gauge = GaugeMetricFamily(

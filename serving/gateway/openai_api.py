@@ -1,25 +1,24 @@
-"""Translates OpenAI chat completions to TDP/1 and back. Unsupported fields are refused."""
+"""Translates OpenAI's requests to TDP/1 and errors back. Unsupported fields are refused."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any, Literal, cast
-from uuid import uuid4
 
 import msgspec
 from msgspec import Meta, Struct
 
-from thor_dflash.config.decode import TEMPLATE_EFFORTS
-from thor_dflash.core.errors import Code, PlanError
+from thor_dflash.core.errors import Code, PlanError, RequestError
 from thor_dflash.core.message_text import cut, nearest, show, visible
+from thor_dflash.runtime.text.messages import chat
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
-from thor_dflash.serving.protocol.errors import bad_request
+from thor_dflash.serving.protocol.errors import bad_request, refusal
 
 STATUS: Mapping[Code, int] = {
     "bad_request": 400, "unsupported_version": 400, "schema_invalid": 400,
@@ -28,19 +27,16 @@ STATUS: Mapping[Code, int] = {
     "busy": 429, "deadline": 408, "not_ready": 503, "draining": 503, "unreachable": 503,
     "engine_fault": 500, "internal": 500,
 }  # fmt: skip
-FINISH: Mapping[str, str] = {"stop": "stop", "grammar_dead_end": "content_filter"}
-"""OpenAI's finish reason for ours; all others become `length`: the text is incomplete."""
+"""The HTTP status of each error."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
     "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "n": (1,), "stop": ([],),
     "store": (False,), "service_tier": ("auto", "default"), "verbosity": ("medium",),
-    "modalities": (["text"],), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
     "stream_options.continuous_usage_stats": (False,),
     "stream_options.include_obfuscation": (True, False),
-    "messages.tool_calls": ([],), "messages.annotations": ([],), "messages.audio": ([],),
+    "messages.annotations": ([],), "messages.audio": ([],),
     "messages.refusal": ([],), "messages.content.annotations": ([],),
 }  # fmt: skip
 """Fields of OpenAI's and other servers that this gateway does not support -> the values that ask
@@ -51,16 +47,22 @@ NESTED = (
     "chat_template_kwargs",
     "messages",
     "messages.content",
+    "messages.tool_calls",
+    "messages.tool_calls.function",
 )
-"""Objects, and lists of them, in which such fields are looked for. Schemas, where null has a
-meaning, lie deeper."""
+"""Objects, and lists of them, in which such fields are looked for. Schemas and arguments, where
+null has a meaning, lie deeper."""
 BODY = msgspec.json.Decoder(dict[str, Any], float_hook=float)
 """Python's `float` reads 1e308 a hundred times as fast as msgspec."""
+NAME = 64
+"""Most characters of a name in TDP/1."""
 SUPPORTED: Mapping[str, str] = {
     "thinking": "on, off or auto",
     "messages.role": "system, developer, user, assistant or tool",
     "messages.content.type": "text or refusal",
-    "response_format.type": "text or json_schema",
+    "response_format.type": "text, json_object or json_schema",
+    "reasoning_effort": "none, minimal, low, medium, high, xhigh or max",
+    "tool_choice": "none, auto, required, a function or allowed_tools",
 }
 """What a field must be, as error text, where its type alone does not say it."""
 
@@ -86,12 +88,14 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """May be left out by an assistant only."""
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
 
 class JsonObjectFormat(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Response format: any JSON object. Refused by `plan_request`."""
+    """Response format: any JSON object."""
 
 
 class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -112,14 +116,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class TemplateOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Variables of the chat template."""
-
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    reasoning_effort: str | None = None
-
-
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions, without what is NEUTRAL. The last six fields are
     TDP/1's own (`extra_body`), those before them have no effect.
@@ -132,20 +128,23 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     response_format: JsonObjectFormat | TextFormat | JsonSchemaFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     """-1 is off, as 0."""
     min_p: float | None = None
-    reasoning_effort: str | None = None
-    """`none` is `thinking: off`. Others go to a chat template that reads them, as Qwen3.8's does;
-    other models have `thinking_budget`."""
-    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: wire.Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """`enable_thinking` is the same as `thinking`; the server knows the others."""
+    prompt_cache_key: str | None = None
+    """A name of the conversation."""
     seed: int | None = None
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: int | None = None
@@ -153,6 +152,19 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     session: str | None = None
     priority: int = 5
     prefix_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What a request is known by, beside its body."""
+
+    session: str = ""
+    """Its header X-Session-ID."""
+    scope: str | None = None
+    """Only requests of the same scope share the state of earlier turns."""
+
+
+NOBODY = Caller()
 
 
 def read(body: bytes) -> ChatRequest:
@@ -190,7 +202,7 @@ def _effective(value: object, where: str = "", path: str = "") -> object:
     found: dict[str, object] = {}
     for key, inner in cast("dict[str, object]", value).items():
         named, name = f"{where}.{key}".lstrip("."), f"{path}.{key}".lstrip(".")
-        if inner is None:
+        if inner is None or name.startswith("x_"):
             continue
         if name in NEUTRAL:
             _check_neutral(inner, named, NEUTRAL[name])
@@ -220,7 +232,7 @@ def _plain(e: PlanError) -> PlanError:
     return PlanError(e.code, f"{name} must be {rule}{got}{value}", field=name)
 
 
-def plan_request(request: ChatRequest) -> wire.PlanRequest:
+def plan_request(request: ChatRequest, caller: Caller = NOBODY) -> wire.PlanRequest:
     """Translate a request to TDP/1.
 
     Raises:
@@ -239,18 +251,12 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
             "stream_options must be left out without stream: true (got include_usage)",
             "stream_options",
         )
-    format = request.response_format
-    if isinstance(format, JsonObjectFormat):
-        raise bad_request(
-            "response_format.type must be text or json_schema (got json_object)", "response_format"
-        )
     fields: dict[str, Any] = {
         "messages": _turns(request.messages),
         "stream": "text" if request.stream else False,
         "max_tokens": next(iter(limits), None),
-        "thinking": _thinking(request),
         "thinking_budget": request.thinking_budget,
-        "chat_template_kwargs": _template_options(request) or None,
+        "reasoning_effort": request.reasoning_effort,
         "deadline_ms": request.deadline_ms,
         # All chats of a gateway come from one client: without a session they must not preempt
         # each other.
@@ -259,8 +265,12 @@ def plan_request(request: ChatRequest) -> wire.PlanRequest:
         "priority": request.priority,
         "prefix_id": request.prefix_id,
         **_sampling(request),
-        "json_schema": format.json_schema.schema if isinstance(format, JsonSchemaFormat) else None,
+        "conversation": _name(caller.session or request.prompt_cache_key),
+        "cache_scope": caller.scope,
+        "json_schema": _schema(request),
         "return": ("plan", "text", "thinking", "timings"),
+        **_thinking(request),
+        **_tools(request),
     }
     return codec.convert({k: v for k, v in fields.items() if v is not None}, wire.PlanRequest)
 
@@ -276,51 +286,57 @@ def _sampling(request: ChatRequest) -> dict[str, object]:
     return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
 
 
-def _thinking(request: ChatRequest) -> str | None:
-    effort, options = request.reasoning_effort, request.chat_template_kwargs
-    effort = effort if effort == "none" else None
-    enabled = options.enable_thinking if options is not None else None
+def _schema(request: ChatRequest) -> dict[str, Any] | None:
+    form = request.response_format
+    if isinstance(form, JsonSchemaFormat):
+        return form.json_schema.schema
+    return {"type": "object"} if isinstance(form, JsonObjectFormat) else None
+
+
+def _name(given: str | None) -> str | None:
+    """A name of any length as one of TDP/1."""
+    if not given or len(given) <= NAME:
+        return given or None
+    return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:NAME]
+
+
+def _tools(request: ChatRequest) -> dict[str, Any]:
+    """The fields of tools; without tools, without what then asks for nothing."""
+    if request.tools:
+        return {
+            "tools": request.tools,
+            "tool_choice": request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+    return {} if request.tool_choice in ("none", "auto") else {"tool_choice": request.tool_choice}
+
+
+def _thinking(request: ChatRequest) -> dict[str, Any]:
+    options = dict(request.chat_template_kwargs or {})
     thinking: str | None = request.thinking
-    for name, value, means in (
-        ("reasoning_effort", effort, "off"),
-        ("chat_template_kwargs.enable_thinking", enabled, "on" if enabled else "off"),
-    ):
-        if value is not None and thinking not in (None, means):
+    name = "chat_template_kwargs.enable_thinking"
+    enabled = options.pop("enable_thinking", None)
+    if enabled is not None:
+        if not isinstance(enabled, bool):
+            raise bad_request(f"{name} must be true or false (got {show(enabled)})", name)
+        means = "on" if enabled else "off"
+        if thinking not in (None, means):
             rule = f"be left out where thinking is {thinking}"
-            raise bad_request(f"{name} must {rule} (got {show(value)})", name)
-        if value is not None:
-            thinking = means
-    return thinking
+            raise bad_request(f"{name} must {rule} (got {show(enabled)})", name)
+        thinking = means
+    return {"thinking": thinking, "chat_template_kwargs": options or None}
 
 
-def _template_options(request: ChatRequest) -> dict[str, object]:
-    """Variables of the chat template besides enable_thinking. The server refuses those that the
-    model's does not read.
-    """
-    options, effort = request.chat_template_kwargs, request.reasoning_effort
-    found: dict[str, object] = {}
-    if options is not None and options.preserve_thinking is not None:
-        found["preserve_thinking"] = options.preserve_thinking
-    if options is not None and options.reasoning_effort is not None:
-        found["reasoning_effort"] = options.reasoning_effort
-    if effort is None or effort == "none":
-        return found
-    if effort not in TEMPLATE_EFFORTS:
-        rule = f"one of none, {', '.join(TEMPLATE_EFFORTS)}"
-        got = visible(effort[:40])
-        raise bad_request(f"reasoning_effort must be {rule} (got {got})", "reasoning_effort")
-    if found.setdefault("reasoning_effort", TEMPLATE_EFFORTS[effort]) != TEMPLATE_EFFORTS[effort]:
-        rule = f"left out where reasoning_effort is {effort}"
-        name = "chat_template_kwargs.reasoning_effort"
-        raise bad_request(f"{name} must be {rule} (got {show(found['reasoning_effort'])})", name)
-    return found
-
-
-def _turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
+def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return the turns of a chat. System messages in a row become one: templates take one."""
-    turns: list[dict[str, str]] = []
-    each = (_turn(message, i) for i, message in enumerate(messages))
-    for role, same in groupby(each, key=itemgetter("role")):
+    given = [_turn(message, i) for i, message in enumerate(messages)]
+    try:
+        # Here too, as indices in an error of the server would be those after the next step.
+        checked = chat(given)
+    except RequestError as e:
+        raise bad_request(refusal(e), str(e).partition(" must ")[0]) from e
+    turns: list[dict[str, Any]] = []
+    for role, same in groupby(checked, key=itemgetter("role")):
         if role == "system":
             turns.append({"role": role, "content": "\n\n".join(turn["content"] for turn in same)})
         else:
@@ -328,7 +344,7 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, str]]:
     return turns
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, str]:
+def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
     content = message.content
     if content is None:
         if message.role != "assistant":
@@ -337,76 +353,14 @@ def _turn(message: ChatMessage, index: int) -> dict[str, str]:
         content = ""
     if not isinstance(content, str):
         content = "".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
-    role = "system" if message.role == "developer" else message.role
-    turn = {"role": role, "content": content}
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
-    return turn
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseHeader:
-    """The fields that are equal in all pieces of an answer."""
-
-    model: str
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970. Equal in all pieces, by which clients may group them."""
-
-
-def completion(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
-    """Return a complete answer. `thor_dflash` holds what OpenAI's format has no field for."""
-    message = {"role": "assistant", "content": result.text, "reasoning_content": result.thinking}
-    return {
-        **_frame(answer, "chat.completion"),
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": _finish(result), "logprobs": None}
-        ],
-        "usage": usage(result),
-        "thor_dflash": telemetry(result),
+    turn = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+        "reasoning_content": message.reasoning_content,
+        "tool_calls": message.tool_calls or None,
+        "tool_call_id": message.tool_call_id,
     }
-
-
-def delta(answer: ResponseHeader, **fields: str) -> dict[str, Any]:
-    """Return a piece of a streamed answer."""
-    return {
-        **_frame(answer, "chat.completion.chunk"),
-        "choices": [{"index": 0, "delta": fields, "finish_reason": None}],
-    }
-
-
-def ending(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
-    """Return the last piece of a streamed answer."""
-    return {
-        **_frame(answer, "chat.completion.chunk"),
-        "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(result)}],
-        "thor_dflash": telemetry(result),
-    }
-
-
-def counted(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
-    """Return the piece with the usage, sent after the last one if requested."""
-    return {**_frame(answer, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
-
-
-def usage(result: wire.Result) -> dict[str, Any]:
-    """Return the token counts. As OpenAI counts, thinking tokens are completion tokens."""
-    u = result.usage
-    output = u.thinking_tokens + u.output_tokens
-    return {
-        "prompt_tokens": u.prompt_tokens,
-        "completion_tokens": output,
-        "total_tokens": u.prompt_tokens + output,
-        "prompt_tokens_details": {"cached_tokens": u.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": u.thinking_tokens},
-    }
-
-
-def telemetry(result: wire.Result) -> dict[str, Any]:
-    """Return the fields of the result that OpenAI's format lacks."""
-    table: dict[str, Any] = msgspec.to_builtins(result)
-    names = ("status", "finish_reason", "plan_valid", "thinking_closed", "seed", "timings", "spec")
-    return {name: table[name] for name in names}
+    return {key: value for key, value in turn.items() if value is not None}
 
 
 def error(e: PlanError, chat: ChatRequest | None = None) -> dict[str, Any]:
@@ -448,22 +402,10 @@ def no_key(*, given: bool) -> dict[str, Any]:
 
 def _field_as_sent(field: str, chat: ChatRequest) -> str:
     if field == "json_schema":
-        return "response_format.json_schema.schema"
+        plain = isinstance(chat.response_format, JsonObjectFormat)
+        return "response_format" if plain else "response_format.json_schema.schema"
     if field == "prompt":
         return "messages"
     if field == "max_tokens" and chat.max_tokens is None:
         return "max_completion_tokens"
     return field
-
-
-def _finish(result: wire.Result) -> str:
-    return FINISH.get(result.finish_reason, "length")
-
-
-def _frame(answer: ResponseHeader, kind: str) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": kind,
-        "created": answer.created,
-        "model": answer.model,
-    }

@@ -66,6 +66,26 @@ class BackendInfo:
     features: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseCounts:
+    """Automatic reuse since the start of a server, and the memory that it takes."""
+
+    queries: int = 0
+    """Prompt tokens looked up."""
+    hits: int = 0
+    """Of them, tokens that were not read."""
+    evicted: int = 0
+    """Boundaries dropped for lack of memory."""
+    swapped_out: int = 0
+    """Bytes."""
+    swapped_in: int = 0
+    """Bytes."""
+    boundaries: int = 0
+    """Kept now."""
+    bytes: int = 0
+    """In use now."""
+
+
 class PlanRun(Protocol):
     """One request while it runs."""
 
@@ -107,6 +127,11 @@ class Backend(Protocol):
     @property
     def rates(self) -> LatencyModel:
         """The measured speed of its steps."""
+        ...
+
+    @property
+    def reuse(self) -> ReuseCounts:
+        """What turns reused of earlier ones. May be read by any thread."""
         ...
 
     def warm(self) -> None:

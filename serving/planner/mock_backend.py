@@ -20,7 +20,13 @@ from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tool_calls import CallPiece, JsonType, Tool, ToolCallParser
 from thor_dflash.serving.planner import result as outcome
-from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, StopReason
+from thor_dflash.serving.planner.backend import (
+    BackendInfo,
+    PlanRun,
+    Prepared,
+    ReuseCounts,
+    StopReason,
+)
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
@@ -153,6 +159,10 @@ class MockBackend:
     @property
     def rates(self) -> LatencyModel:
         return self._rates
+
+    @property
+    def reuse(self) -> ReuseCounts:
+        return ReuseCounts()
 
     def warm(self) -> None:
         pass

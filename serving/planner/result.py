@@ -66,6 +66,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         # Only thinking is decoded relaxed.
         accept_mode=ask.accept_mode if decoded.usage.thinking_tokens else "exact",
         thinking_closed=decoded.closed,
+        thinking_budget=prepared.budget,
         usage=decoded.usage,
         timings=decoded.timings,
         spec=decoded.spec,

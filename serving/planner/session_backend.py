@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from thor_dflash.config.build import CLOSING_MESSAGE
-from thor_dflash.config.decode import NO_BUDGET, BudgetConfig, RelaxedConfig
+from thor_dflash.config.decode import NO_BUDGET, TEMPLATE_EFFORTS, BudgetConfig, RelaxedConfig
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
 from thor_dflash.core.message_text import show
@@ -18,6 +19,7 @@ from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
+from thor_dflash.runtime.policies.effort import effort_tokens
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
 from thor_dflash.runtime.session.turn_cache import Conversation
@@ -25,7 +27,7 @@ from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncode
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
-from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
+from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, ReuseCounts
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
@@ -34,6 +36,7 @@ from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
+from thor_dflash.serving.protocol.errors import bad_request
 
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
@@ -84,6 +87,11 @@ class SessionBackend:
     @property
     def rates(self) -> LatencyModel:
         return self._rates
+
+    @property
+    def reuse(self) -> ReuseCounts:
+        turns = self.session.turns
+        return ReuseCounts(**asdict(turns.totals), boundaries=len(turns), bytes=turns.bytes)
 
     @property
     def about(self) -> BackendInfo:
@@ -250,10 +258,11 @@ class SessionBackend:
         leaves no time to think.
         """
         messages = validation.messages_of(ask.prompt, ask.messages)
-        budget = validation.budget_of(ask, self.config)
-        shape: Any = {"tools": ask.tools or (), "options": ask.chat_template_kwargs or {}}
+        tier, variables = self._effort(ask)
+        budget = validation.budget_of(ask, self.config, tier)
+        shape: Any = {"tools": ask.tools or (), "options": variables}
         prompt = self._prompt(messages, thinking=budget > 0, **shape)
-        if budget == 0 or left_ms is None or (ask.thinking or self.config.thinking) == "on":
+        if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
         talk = self._conversation(prompt, ask, scope)
         new = len(prompt.ids) - self.session.held(prompt.ids, talk.scope)
@@ -262,6 +271,24 @@ class SessionBackend:
         ):
             return prompt, budget
         return self._prompt(messages, thinking=False, **shape), 0
+
+    def _effort(self, ask: wire.PlanRequest) -> tuple[int | None, dict[str, Any]]:
+        """The thinking tokens of the request's effort, if it limits them, and the variables of the
+        chat template.
+        """
+        variables = dict(ask.chat_template_kwargs or {})
+        if ask.reasoning_effort in (None, "none"):
+            return None, variables
+        name = ask.reasoning_effort.replace("xhigh", "x-high")
+        if "reasoning_effort" in self.tokenizer.options:
+            return None, {"reasoning_effort": TEMPLATE_EFFORTS[name], **variables}
+        try:
+            return effort_tokens(name, self.session.manifest.card), variables
+        except RequestError as e:
+            rule = "none or left out: the package has no model card with the tokens of an effort"
+            raise bad_request(
+                f"reasoning_effort must be {rule} (got {ask.reasoning_effort})", "reasoning_effort"
+            ) from e
 
     def _close_len(self, prompt: tuple[int, ...], budget: int) -> int:
         """Return the tokens of the message that closes the prompt's thinking, 0 without."""

@@ -21,6 +21,7 @@ NO_ID = "-"
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "user", "assistant", "tool"]
 Part = Literal["plan", "text", "thinking", "tokens", "timings"]
 Stream = Literal["steps", "text", "all"]
@@ -98,6 +99,7 @@ class PlanRequest(_Request, frozen=True):
     thinking: Literal["on", "off", "auto"] | None = None
     thinking_budget: Count | None = None
     thinking_token_budget: Count | None = None
+    reasoning_effort: Effort | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     deadline_ms: Milliseconds | None = None
     on_deadline: Literal["partial", "error"] = "partial"
@@ -239,6 +241,8 @@ class Result(Struct, frozen=True, kw_only=True):
     thinking_closed: Literal["", "natural", "soft", "hard", "call"] = ""
     """How the thinking ended: by itself ("natural"), by its budget, or with a tool call; "" if it
     did not end."""
+    thinking_budget: int = 0
+    """Most thinking tokens, as the request, its effort, the server or the context limited them."""
     usage: Usage = Usage()
     reuse: ReuseResult | None = None
     timings: Timings | None = None

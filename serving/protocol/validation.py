@@ -5,7 +5,7 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -40,6 +40,13 @@ def check(request: wire.PlanRequest) -> None:
         raise bad_request(
             f"{name} must be left out where thinking_budget is given (got both)", name
         )
+    effort = request.reasoning_effort
+    if effort is not None and request.thinking == ("on" if effort == "none" else "off"):
+        rule = f"be left out where thinking is {request.thinking}"
+        raise bad_request(f"reasoning_effort must {rule} (got {effort})", "reasoning_effort")
+    if effort is not None and "reasoning_effort" in (request.chat_template_kwargs or {}):
+        rule = "be left out where chat_template_kwargs has one"
+        raise bad_request(f"reasoning_effort must {rule} (got {effort})", "reasoning_effort")
     if request.json_schema is not None and request.response_format is not None:
         raise bad_request(
             "response_format must be left out where json_schema is given (got both)",
@@ -137,16 +144,28 @@ def check_values(request: wire.PlanRequest) -> None:
             check_plain(list(message.tool_calls), f"messages[{i}].tool_calls", MAX_BYTES)
 
 
-def budget_of(request: wire.PlanRequest, config: ServeConfig) -> int:
-    """Return the most thinking tokens that a request allows, before any deadline is considered."""
-    if (request.thinking or config.thinking) == "off":
+def thinking_of(request: wire.PlanRequest, config: ServeConfig) -> Literal["on", "off", "auto"]:
+    """Return whether a request is to think: an effort asks for it, whatever the default."""
+    if request.reasoning_effort == "none":
+        return "off"
+    if request.thinking is None and request.reasoning_effort and config.thinking == "off":
+        return "on"
+    return request.thinking or config.thinking
+
+
+def budget_of(request: wire.PlanRequest, config: ServeConfig, tier: int | None = None) -> int:
+    """Return the most thinking tokens that a request allows, before any deadline is considered.
+    `tier`: those of its effort, instead of the server's default.
+    """
+    if thinking_of(request, config) == "off":
         return 0
     given = (
         request.thinking_budget
         if request.thinking_budget is not None
         else request.thinking_token_budget
     )
-    return config.thinking_budget if given is None else given
+    limits = [limit for limit in (given, tier) if limit is not None]
+    return min(limits, default=config.thinking_budget)
 
 
 def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -> list[object]:

@@ -14,7 +14,7 @@ from msgspec import structs
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import visible
-from thor_dflash.serving.planner.backend import Backend
+from thor_dflash.serving.planner.backend import Backend, ReuseCounts
 from thor_dflash.serving.planner.planner import check_deadline, stop_error
 from thor_dflash.serving.planner.result import requested_parts
 from thor_dflash.serving.protocol import errors, groot, messages, validation
@@ -124,7 +124,7 @@ class RequestHandlers:
         # hops.
         split = max(1, len(message.frames) - 1) if at is None else at + 1
         envelope, rest = message.frames[:split], message.frames[split:]
-        peer = Peer(envelope, JSON, fd=message.fd, arrived=time.monotonic())
+        peer = Peer(envelope, JSON, fd=message.fd, arrived=time.monotonic(), key=message.key)
         if split > MAX_ENVELOPE:
             text = f"a message must have <= {MAX_ENVELOPE} frames before its body (got {split})"
             self._refuse_message(peer, bad_request(text))
@@ -210,7 +210,10 @@ class RequestHandlers:
 
     def _stats(self, peer: Peer, request: messages.Simple) -> None:
         now = {**self._counts(), "device": host_info.now()}
-        self._result(peer, request.id, {**self.stats.show(), **now})
+        backend = self._lifecycle.backend
+        reuse = backend.reuse if backend else ReuseCounts()
+        table = {**self.stats.show(), "reuse": dataclasses.asdict(reuse), **now}
+        self._result(peer, request.id, table)
 
     def _counts(self) -> dict[str, int]:
         running = int(self.scheduler.running is not None)

@@ -44,6 +44,9 @@ class Peer:
     """File descriptor of the connection that the request arrived on."""
     arrived: float = 0.0
     """When the request arrived, monotonic, s."""
+    key: str = ""
+    """The client's public CURVE key; "" without encryption, where all clients are of one machine.
+    Unlike `client`, it outlives a connection."""
 
     @property
     def routing(self) -> bytes:

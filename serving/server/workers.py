@@ -264,7 +264,7 @@ def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
 
 def _prepare(backend: Backend, job: Job) -> Prepared:
     assert isinstance(job.request, messages.PlanRequest)
-    return backend.prepare(job.request, left_ms(job.deadline))
+    return backend.prepare(job.request, left_ms(job.deadline), job.peer.key)
 
 
 def lower_priority() -> None:

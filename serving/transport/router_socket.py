@@ -56,6 +56,8 @@ class ReceivedMessage:
 
     frames: tuple[bytes, ...]
     fd: int
+    key: str = ""
+    """The client's public CURVE key, in Z85; "" without encryption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,9 @@ class RouterSocket:
             frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return ReceivedMessage(tuple(frame.bytes for frame in frames), _descriptor(frames[-1]))
+        last = frames[-1]
+        key = str(last.get("User-Id")) if self._zap else ""
+        return ReceivedMessage(tuple(frame.bytes for frame in frames), _descriptor(last), key)
 
     def send(self, envelope: tuple[bytes, ...], body: bytes, *, droppable: bool = False) -> Sent:
         """Send a message. For a slow peer, drop it if it is droppable and hold it otherwise."""

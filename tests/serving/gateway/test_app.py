@@ -61,7 +61,6 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
         wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
         for fields, name in (
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
             ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
             ({"response_format": wrong}, "response_format.json_schema.schema"),

@@ -15,6 +15,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.gateway.openai_api import (
     NEUTRAL,
     STATUS,
+    Caller,
     error,
     plan_request,
     read,
@@ -25,9 +26,20 @@ CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parents[3] / "docs/guide/serving.md").read_text()
 
 
+SYSTEMS = [{"role": "system", "content": text} for text in "ab"]
+
+
+def called(arguments: object, name: str = "move", type: str = "function") -> dict[str, Any]:
+    """An answer with a call, as clients send it back."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "call_1", "type": type, "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 def asks(*, messages: Any = CHAT, **fields: Any) -> PlanRequest:
     """What a server is asked for by a body."""
-    return plan_request(read(msgspec.json.encode({"messages": messages, **fields})))
+    request = read(msgspec.json.encode({"messages": messages, **fields}))
+    return plan_request(request)
 
 
 def fault(**fields: Any) -> str | None:
@@ -48,18 +60,15 @@ def fault(**fields: Any) -> str | None:
         ({"temperature": 1, "seed": -3}, "seed"),
         ({"temperature": 1, "presence_penalty": 1.5}, "presence_penalty"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort"),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "xhigh"}},
-            "chat_template_kwargs.reasoning_effort",
-        ),
-        ({"reasoning_effort": "none", "thinking": "on"}, "reasoning_effort"),
-        ({"chat_template_kwargs": {"add_vision_id": True}}, "chat_template_kwargs.add_vision_id"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
         (
             {"chat_template_kwargs": {"enable_thinking": True}, "thinking": "off"},
             "chat_template_kwargs.enable_thinking",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tools": [1]}, "tools[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
         ({"max_token": 5}, "max_token"),
@@ -68,8 +77,14 @@ def fault(**fields: Any) -> str | None:
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": "", "tool_call_id": "a"}]},
-         "messages[0].tool_call_id"),
+        ({"messages": [*SYSTEMS, {**CHAT[0], "tool_call_id": "a"}]}, "messages[2].tool_call_id"),
+        ({"messages": [*SYSTEMS, called("{")]}, "messages[2].tool_calls[0].function.arguments"),
+        ({"messages": [called("[]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called("{}", type="custom")]}, "messages[0].tool_calls[0].type"),
+        ({"messages": [called("{}", name="")]}, "messages[0].tool_calls[0].function.name"),
+        ({"messages": [{**called("{}"), "role": "user", "content": ""}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{**CHAT[0], "function_call": {"name": "f"}}]}, "messages[0].function_call"),
     ],
     ids=str,
 )  # fmt: skip
@@ -111,7 +126,12 @@ def test_a_value_that_asks_for_nothing_changes_nothing_and_any_other_is_refused(
     "fields",
     [
         dict.fromkeys(("temperature", "session", "tools", "store", "chat_template_kwargs")),
-        {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None}]},
+        {"messages": [{**CHAT[0], "tool_calls": None, "refusal": None, "name": None,
+                       "function_call": None}]},
+        {"messages": [{**CHAT[0], "tool_calls": []}]},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "stop": None},
+        {"x_anything": [1]},
         {"messages": [{"role": "user", "content": [
             {"type": "text", "text": "Bring", "image_url": None},
             {"type": "refusal", "refusal": " the cup.", "annotations": None},
@@ -163,7 +183,6 @@ def test_an_answer_without_text_is_an_empty_one(absent: dict[str, None]) -> None
 @pytest.mark.parametrize(
     ("fields", "thinking"),
     [
-        ({"reasoning_effort": "none"}, "off"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "off"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "on"),
         ({"chat_template_kwargs": {"enable_thinking": False}, "thinking": "off"}, "off"),
@@ -207,7 +226,7 @@ def test_what_is_taken_without_effect_has_none() -> None:
     named = [{**CHAT[0], "name": "Ann"}]
     for extra in (
         {"user": "u"}, {"metadata": {"a": "b"}}, {"safety_identifier": "u"},
-        {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"messages": named},
+        {"prompt_cache_retention": "24h"}, {"messages": named},
         {"response_format": more},
     ):  # fmt: skip
         assert asks(**{"response_format": plain, **extra}) == asks(response_format=plain)
@@ -237,3 +256,51 @@ def test_the_statuses_are_what_the_document_says() -> None:
         for word in re.findall(r"`(\w+)`", words)
     }
     assert found == {code: status for code, status in STATUS.items() if status != 400}
+
+
+def test_tools_go_on_as_they_came() -> None:
+    """Their order and their keys are part of the prompt."""
+    tool = {"function": {"strict": None, "name": "f", "parameters": {"default": None}},
+            "type": "function"}  # fmt: skip
+    named = {"type": "function", "function": {"name": "f"}}
+    found = asks(tools=[tool], tool_choice=named, parallel_tool_calls=False)
+    assert msgspec.json.encode(found.tools) == msgspec.json.encode([tool])
+    assert (found.tool_choice, found.parallel_tool_calls) == (named, False)
+    assert asks(tools=[tool]).tool_choice is None
+    assert asks(tool_choice="required").tool_choice == "required"  # for the server to refuse
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_come_back_and_results_follow_their_order(content: dict[str, Any]) -> None:
+    first = '{"x": 1e400, "y": 0.10}'
+    calls = called(first) | content
+    calls["tool_calls"] += called({"label": None})["tool_calls"]
+    calls["tool_calls"][1] |= {"id": "call_2", "index": None}
+    results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": [
+        {"type": "text", "text": str(i)}]} for i in (2, 1)]  # fmt: skip
+    _, answer, *turns = asks(messages=[*CHAT, calls, *results]).messages or ()
+    assert answer.content == ""
+    assert [c["function"]["arguments"] for c in answer.tool_calls or ()] == [
+        first, '{"label": null}',
+    ]  # fmt: skip
+    assert [(turn.content, turn.tool_call_id) for turn in turns] == [
+        ("1", "call_1"), ("2", "call_2"),
+    ]  # fmt: skip
+
+
+def test_any_object_is_asked_for_as_a_schema() -> None:
+    assert asks(response_format={"type": "json_object"}).json_schema == {"type": "object"}
+
+
+def test_a_name_of_the_conversation_is_a_hint_and_nothing_else() -> None:
+    def named(header: str = "", **fields: Any) -> PlanRequest:
+        request = read(msgspec.json.encode({"messages": CHAT, **fields}))
+        return plan_request(request, Caller(session=header, scope="s"))
+
+    assert named("a", prompt_cache_key="b").conversation == "a"
+    assert named(prompt_cache_key="b").conversation == "b"
+    assert named(prompt_cache_key="").conversation is None
+    long = [named("x" * 65 + str(i)).conversation for i in range(2)]
+    assert long[0] != long[1]
+    assert (named("a").session, named("a").preempt, named("a").cache_scope) == (None, "none", "s")
+    assert fault(cache_scope="other") == "cache_scope"

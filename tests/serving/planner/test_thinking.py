@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.errors import PlanError
+from thor_dflash.package.manifest import ModelCard
 from thor_dflash.runtime.session import Session
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
@@ -39,6 +42,35 @@ def test_what_a_pinned_prefix_saves_is_time_to_think(session: Session, name: str
     assert not backend.prepare(ask, spaces[less]).thinks
     assert backend.drop("arm")
     assert not backend.prepare(ASK, spaces[enough]).thinks
+
+
+EFFORT = PlanRequest(prompt="x", max_tokens=8, reasoning_effort="high")
+
+
+def test_an_effort_is_a_budget_of_the_model_card(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SessionBackend(session, ServeConfig(thinking="off", thinking_budget=9))
+
+    def use(card: ModelCard) -> None:
+        monkeypatch.setattr(session.model, "manifest", replace(session.manifest, card=card))
+
+    use(ModelCard())
+    with pytest.raises(PlanError) as caught:
+        backend.prepare(EFFORT, None)
+    assert (caught.value.code, caught.value.field) == ("bad_request", "reasoning_effort")
+    use(ModelCard(high=30, x_high=40))
+    result = LocalPlanner(backend).plan(EFFORT)
+    assert result.thinking_budget == 30
+    assert result.usage.thinking_tokens > 0
+    for fields, budget in (
+        ({"thinking_budget": 12}, 12),
+        ({"thinking_budget": 50}, 30),
+        ({"reasoning_effort": "xhigh"}, 40),
+        ({"reasoning_effort": "none"}, 0),
+        ({"reasoning_effort": None}, 0),
+    ):
+        assert backend.prepare(structs.replace(EFFORT, **fields), None).budget == budget, fields
 
 
 @pytest.mark.parametrize("mock", [False, True], ids=["live", "mock"])

@@ -42,7 +42,7 @@ TEMPLATE = """
 </tool_call>
 {%- endfor %}
 {%- endif %}<|im_end|>
-{% endfor %}<|im_start|>assistant
+{% endfor %}{{ reasoning_effort }}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}"""
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=48)
@@ -143,6 +143,12 @@ def test_no_call_with_choice_none(planner: LocalPlanner) -> None:
             "messages[0].tool_calls",
             "bad_request",
         ),
+        ({"reasoning_effort": "none", "thinking": "on"}, "reasoning_effort", "bad_request"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}},
+            "reasoning_effort",
+            "bad_request",
+        ),
         ({"json_schema": {"type": "array"}, "tool_choice": "auto"}, "json_schema", "bad_request"),
         (
             {
@@ -163,6 +169,19 @@ def test_what_cannot_be_is_refused_by_name(
         planner.plan(structs.replace(ASK, **changes))
     assert e.value.field == field
     assert e.value.code in (code, "schema_unsupported")
+
+
+def test_an_effort_goes_to_a_template_that_reads_it(planner: LocalPlanner) -> None:
+    def prompt(**fields: Any) -> tuple[int, ...]:
+        ask = PlanRequest(prompt="x", max_tokens=4, **fields)
+        return planner._backend.prepare(ask, None).prompt
+
+    groups = (("minimal", "low"), ("medium",), ("high", "xhigh", "max"))
+    found = [{prompt(reasoning_effort=effort) for effort in group} for group in groups]
+    assert [len(prompts) for prompts in found] == [1, 1, 1]
+    assert len(set.union(*found)) == 3
+    assert found[0] == {prompt(chat_template_kwargs={"reasoning_effort": "low"})}
+    assert prompt(reasoning_effort="none") == prompt(thinking="off")
 
 
 def turns(count: int) -> tuple[Message, ...]:
