@@ -2,6 +2,7 @@
 # make test-full    every test that a CPU can run
 # make emulator    every test of the kernels, on the CPU
 # make mutations    plants mistakes and runs the quick tests that must notice them
+# make agents    LangChain and openai-agents against the gateway; installs them
 # make demo    the small planner, built and run
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
 # make clean    removes .venv and what was built
@@ -48,6 +49,10 @@ emulator: $(DEV_READY)
 mutations: $(DEV_READY)
 	@$(BIN)/python tests/mutations.py
 
+agents: $(DEV_READY)
+	@$(PIP) -q -e '.[agents]'
+	@$(PYTEST) tests/serving/gateway/test_agents.py
+
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
 
@@ -89,4 +94,4 @@ endif
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator mutations demo format interpreter clean
+.PHONY: help test test-full emulator mutations agents demo format interpreter clean
