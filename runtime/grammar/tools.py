@@ -208,7 +208,8 @@ def _alternatives(
     if key in ("anyOf", "oneOf") or (key == "allOf" and len(as_list(value) or ()) == 1):
         where = f"{where}.{key}"
         return [(one, f"{where}[{k}]") for k, one in enumerate(_several(value, where))]
-    if not isinstance(types := table.get("type"), list) or table.keys() & {"enum", "const"}:
+    types = as_list(table.get("type"))
+    if types is None or table.keys() & {"enum", "const"}:
         return None
     names = [one for one in _several(types, f"{where}.type") if isinstance(one, str)]
     if len(names) < len(types) or not ALL.issuperset(names):

@@ -54,8 +54,7 @@ class Tool:
 
     def types(self, parameter: str) -> frozenset[JsonType]:
         """JSON types of a parameter; string alone for one that the schema does not describe."""
-        properties = self.parameters.get("properties")
-        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+        schema = (as_table(self.parameters.get("properties")) or {}).get(parameter)
         return _types(schema, self.parameters) or frozenset(("string",))
 
 
@@ -216,7 +215,7 @@ class _Body:
         self.complete = False
         self._tools = tools
         self._notes = notes
-        self._data = b""
+        self._data: bytes = b""
         self._value: _Value | None = None
         self._broken = False
 
@@ -225,8 +224,9 @@ class _Body:
         self._data = b"" if self.complete or self._broken else self._data + data
         while not (self.complete or self._broken):
             if self._value is not None:
-                yield from self._read_value(self._value)
-                if self._value is not None:
+                value = self._value
+                yield from self._read_value(value)
+                if value.open:
                     return
             elif not self.name:
                 if (found := _FUNCTION.match(self._data)) is None:
@@ -260,7 +260,7 @@ class _Body:
         if at >= 0:
             self._data = self._data[len(_END_VALUE) :]
             text += value.end(self._notes)
-            self._value = None
+            value.open, self._value = False, None
         if text:
             yield self._send(text)
 
@@ -280,8 +280,10 @@ class _Value:
 
     def __init__(self, key: str, types: frozenset[JsonType]) -> None:
         self._key = key
+        self.open = True
+        """Its end tag has not come."""
         self._types = types
-        self._streams = types == {"string"}
+        self._streams = types == frozenset(("string",))
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
         self._text = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.protocol.codec import MSGPACK, Codec, shown
@@ -48,9 +49,11 @@ class Options:
         named = isinstance(self.session, str) and 1 <= len(self.session) <= 64
         rule = "a text of 1 to 64 characters, or None"
         self._check("session", rule, named or self.session is None)
-        self._check("token", "a text or None", self.token is None or isinstance(self.token, str))
-        self._check("keys", "the path of a directory as a text", isinstance(self.keys, str))
-        self._check("codec", "JSON or MSGPACK", isinstance(self.codec, Codec))
+        # As a caller without a type checker may have set them.
+        token, keys, codec = cast("tuple[object, ...]", (self.token, self.keys, self.codec))
+        self._check("token", "a text or None", token is None or isinstance(token, str))
+        self._check("keys", "the path of a directory as a text", isinstance(keys, str))
+        self._check("codec", "JSON or MSGPACK", isinstance(codec, Codec))
 
     def _check(self, name: str, rule: str, fits: bool) -> None:
         if not fits:

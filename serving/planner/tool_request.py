@@ -13,6 +13,8 @@ from thor_dflash.runtime.text.tool_calls import Tool, tools_of
 from thor_dflash.serving.protocol.errors import bad_request, refusal
 from thor_dflash.serving.protocol.messages import PlanRequest
 
+Choice = Literal["auto", "none", "required"]
+
 
 def tool_use(ask: PlanRequest, values: Literal["off", "frame", "schema"]) -> ToolUse | None:
     """The tools of a request; None if it has none.
@@ -42,13 +44,13 @@ def tool_use(ask: PlanRequest, values: Literal["off", "frame", "schema"]) -> Too
     )
 
 
-def _choice(
-    given: object, tools: tuple[Tool, ...]
-) -> tuple[Literal["auto", "none", "required"], frozenset[str]]:
+def _choice(given: object, tools: tuple[Tool, ...]) -> tuple[Choice, frozenset[str]]:
     if given is None or given == "auto":
         return "auto", frozenset()
-    if given == "none" or given == "required":
-        return given, frozenset()
+    if given == "none":
+        return "none", frozenset()
+    if given == "required":
+        return "required", frozenset()
     table = as_table(given) or {}
     if table.get("type") == "function":
         return "required", frozenset((_declared(table, "tool_choice", tools),))
@@ -65,7 +67,7 @@ def _choice(
     ]
     if not names:
         raise bad_request(f"{where}.tools must name at least one tool (got none)", where)
-    return mode, frozenset(names)
+    return "auto" if mode == "auto" else "required", frozenset(names)
 
 
 def _declared(entry: Mapping[str, Any], where: str, tools: tuple[Tool, ...]) -> str:

@@ -91,7 +91,11 @@ class Codec:
     def _field(self, body: bytes, name: str) -> dict[str, Any]:
         """Decode one field of a body, unless it is too long to be shown."""
         value = self.split(body).get(name, Raw())
-        return {name: self.decode(bytes(value), Any)} if 0 < len(value) <= SHOWN_BYTES else {}
+        return (
+            {name: self.decode(bytes(value), cast("type[Any]", Any))}
+            if 0 < len(value) <= SHOWN_BYTES
+            else {}
+        )
 
 
 @cache
@@ -174,7 +178,7 @@ def short(codec: Codec, raw: Raw) -> Any:
     """Decode a value if it is short; otherwise return a list, which no field of a head may be."""
     if len(raw) > HEAD_BYTES:
         return [f"a value of {len(raw)} bytes"]
-    return codec.decode(bytes(raw), Any)
+    return codec.decode(bytes(raw), cast("type[Any]", Any))
 
 
 def id_of(head: Head) -> str | None:
