@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
 from thor_dflash.builders.graphs.weight_placement import EMBEDDING, PlacedLinear, WeightPlacement
@@ -15,17 +15,23 @@ NO_VALUES: Mapping[str, GraphValue] = {}
 NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 
 
-def sampling_inputs(g: GraphBuilder) -> dict[str, GraphValue]:
+SAMPLING: Mapping[str, tuple[str, DType, int]] = {
+    "length": ("length", DType.I32, 1),
+    "seed": ("sampling.seed", DType.I32, 2),
+    "top_k": ("sampling.top_k", DType.I32, 1),
+    "temperature": ("sampling.temperature", DType.F32, 1),
+    "top_p": ("sampling.top_p", DType.F32, 1),
+    "min_log_p": ("sampling.min_log_p", DType.F32, 1),
+}
+"""`sample`'s ports that say how to sample -> graph input, its type and its size."""
+
+
+def sampling_inputs(
+    g: GraphBuilder, ports: Collection[str] = SAMPLING.keys()
+) -> dict[str, GraphValue]:
     """Return the graph's inputs that say how to sample, by `sample`'s ports."""
-    real = {
-        n: g.input(f"sampling.{n}", DType.F32, (1,)) for n in ("temperature", "top_p", "min_log_p")
-    }
-    return {
-        "length": g.input("length", DType.I32, (1,)),
-        "seed": g.input("sampling.seed", DType.I32, (2,)),
-        "top_k": g.input("sampling.top_k", DType.I32, (1,)),
-        **real,
-    }
+    inputs = {port: SAMPLING[port] for port in ports}
+    return {port: g.input(name, dtype, (size,)) for port, (name, dtype, size) in inputs.items()}
 
 
 def embed(

@@ -81,8 +81,7 @@ class DrafterGraphs:
         logits = g.input("draft_logits", DType.F32, (rows, width))
         if (dims := self.dims.selector) is not None:
             hidden = g.input("draft_hidden", self._shape.activations, (rows, dims.rank))
-            how = sampling_inputs(g)
-            g.output(self._select(g, dims, logits, hidden, {n: how[n] for n in DRAWN}))
+            g.output(self._select(g, dims, logits, hidden, sampling_inputs(g, DRAWN)))
             return g
         ports = {"logits": logits, **sampling_inputs(g)}
         if ids is not None:

@@ -231,3 +231,6 @@ def test_every_product_of_a_dflash2_drafter_reads_prepared_rows(tmp_path: Path) 
     [head, hidden] = products[-2:]
     assert head.ports["x_squares"] == hidden.ports["x_squares"]
     assert not [s for s in steps if s.op == "compose"]
+    for graph in (graph.proto().graph for graph in plan.graphs):
+        read = {name for node in graph.node for name in node.input}
+        assert {i.name for i in graph.input} <= read, "TensorRT drops an input that nothing reads"
