@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -124,9 +124,9 @@ def _marked(value: Any) -> Any:
     if isinstance(value, _Number):
         return f"{_MARK}{value}{_MARK}"
     if isinstance(value, dict):
-        return {key: _marked(inner) for key, inner in cast("dict[str, Any]", value).items()}
+        return {key: _marked(inner) for key, inner in dict[str, Any](value).items()}
     if isinstance(value, list):
-        return [_marked(inner) for inner in cast("list[Any]", value)]
+        return [_marked(inner) for inner in list[Any](value)]
     return value
 
 
