@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from thor_dflash.config.decode import (
     NO_BUDGET,
     NO_DRAFT_LIMITS,
     RELAXED,
-    SEEDS_DRAWN,
     BudgetConfig,
     DraftConfig,
     RelaxedConfig,
@@ -305,12 +303,13 @@ def resolve_sampling(config: SamplingConfig) -> Sampling | None:
     """Return how to draw tokens, with a seed, which is drawn if there is none; None: greedy."""
     if config.temperature == 0:
         return None
+    config = config.seeded()
     return Sampling(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,
-        seed=config.seed if config.seed >= 0 else secrets.randbelow(SEEDS_DRAWN),
+        seed=config.seed,
     )
 
 

@@ -215,5 +215,5 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
         relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
         gate=config.decode.gate == "on",
         draft=config.decode.draft,
-        sampling=config.decode.sampling,
+        sampling=config.decode.sampling.seeded(),  # one seed for all runs of a profile
     )

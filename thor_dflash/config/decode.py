@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -127,6 +128,12 @@ class SamplingConfig:
         ):  # fmt: skip
             if not fine:
                 raise ConfigError(f"decode.sampling.{name} must be {rule} (got {value})")
+
+    def seeded(self) -> SamplingConfig:
+        """This, with a seed that is drawn now if it has a temperature and no seed."""
+        if self.temperature == 0 or self.seed >= 0:
+            return self
+        return replace(self, seed=secrets.randbelow(SEEDS_DRAWN))
 
 
 GREEDY = SamplingConfig()
