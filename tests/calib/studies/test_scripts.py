@@ -28,6 +28,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     [
         ("grammar_quality /none/p", "/none/p must be a package directory"),
         ("heldout --package /none/p", "/none/p must be a package directory"),
+        ("sampling /none/p", "/none/p must be a package directory"),
         ("policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
