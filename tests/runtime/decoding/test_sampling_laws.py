@@ -24,7 +24,7 @@ HOW = {
     "qwen": QWEN,
     "cold": SamplingConfig(temperature=0.3, min_p=0.05, seed=2**63 - 1),
 }
-ONE = Request(prompt=prompt(40, seed=1), max_tokens=40)
+ONE = Request(prompt=prompt(40, seed=1), max_tokens=32)
 
 
 def asked(how: str) -> Request:
@@ -67,7 +67,7 @@ def test_any_drafter_gives_the_plain_sampled_answer(how: str, kind: str) -> None
 
 
 def test_a_dflash2_drafter_gives_the_plain_sampled_answer() -> None:
-    s, request = session(second=True), replace(asked("qwen"), max_tokens=24)
+    s, request = session(second=True), replace(asked("qwen"), max_tokens=16)
     assert answer(s, request, DflashDrafter()) == answer(s, request, NoDrafter())
 
 
@@ -81,8 +81,7 @@ def test_any_cap_gives_the_same_tokens() -> None:
 
 def test_an_oracle_gives_a_full_block_a_cycle() -> None:
     truth = list(truth_of("qwen"))
-    request = replace(asked("qwen"), max_tokens=32)
-    assert answer(session(), request, oracle([*truth, *[0] * 16])) == truth[:32]
+    assert answer(session(), asked("qwen"), oracle([*truth, *[0] * 16])) == truth
     assert session().report().spec.accept_hist == (0,) * 15 + (2,)
 
 
@@ -111,20 +110,20 @@ def test_a_budget_closes_a_sampled_thought_where_it_closes_a_plain_one() -> None
     s = constrained_model.session()
     close = s.tokenizer.marks.close if s.tokenizer and s.tokenizer.marks else -1
     for kind in ("hard", "soft"):
-        budget = BudgetConfig(tokens=19, message="Done.</think>", close=kind, ratio=1e-6)
-        asked = replace(constrained_model.asked(True, max_tokens=80), sampling=QWEN, budget=budget)
+        budget = BudgetConfig(tokens=9, message="Done.</think>", close=kind, ratio=1e-6)
+        asked = replace(constrained_model.asked(True, max_tokens=40), sampling=QWEN, budget=budget)
         asked = replace(asked, stop=frozenset())
         plain, drafted = (
             [t for c in s.generate(replace(asked, drafter=d)) for t in c.tokens]
             for d in ("none", "dflash")
         )
         assert plain == drafted
-        assert close in plain[:40]
+        assert close in plain[:20]
 
 
 def test_relaxed_acceptance_is_strict_without_a_margin_and_else_longer() -> None:
     s = constrained_model.session()
-    asked = replace(constrained_model.asked(True, max_tokens=60), sampling=HOW["all"])
+    asked = replace(constrained_model.asked(True, max_tokens=12), sampling=HOW["all"])
 
     def run(relaxed: RelaxedConfig | None) -> tuple[list[int], int]:
         tokens = [t for c in s.generate(replace(asked, relaxed=relaxed)) for t in c.tokens]
@@ -156,10 +155,10 @@ def test_a_greedy_answer_is_the_same_after_a_sampled_one() -> None:
 
 def test_other_seeds_give_other_answers() -> None:
     seen = {truth_of("qwen")}
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         request = replace(ONE, sampling=replace(QWEN, seed=seed))
         seen.add(tuple(answer(session(), request, DEAD)))
-    assert len(seen) == 4
+    assert len(seen) == 3
 
 
 def test_a_seed_that_is_not_given_is_drawn_anew() -> None:
