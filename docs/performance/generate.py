@@ -184,7 +184,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
     "dflash2 sources": sources("dflash2"),
     "sampling": table("sampling", "sampled cycles"),
-    "sampling nano": table("sampling", "sampling"),
     "sampling sources": sources("sampling"),
     "linear": figures("bench", r"^(linears of a verify, share|the same linears)"),
     "linear launches": figures("bench", KINDS),

@@ -94,3 +94,30 @@ def test_a_row_may_have_more_slices_than_a_warp_has_lanes() -> None:
         got = Record.read(record(case))
         assert got.choices == (33 * SLICE, -1)
         assert got.relaxed == int(top_k > ahead)
+
+
+@pytest.mark.parametrize(
+    ("rule", "last", "temperature", "relaxed"),
+    [
+        (1, 1, 1.0, 0),  # 1.5 nats from the best, at a margin of 1
+        (1, 1, 2.0, 1),  # 0.75 nats at this temperature
+        (1, 0, 2.0, 0),  # the draft ranks after the last that could be drawn
+        (2, 1, 1.0, 0),  # 0.82 - 0.18 of what could be drawn, at a margin of 0.5
+        (2, 1, 2.0, 1),  # 0.68 - 0.32
+        (2, 0, 2.0, 0),
+    ],
+)
+def test_relaxed_rules_see_what_could_be_drawn(
+    rule: int, last: int, temperature: float, relaxed: int
+) -> None:
+    logits = np.array([[2.0, 0.5, -1.0, -9.0]] * 2)
+    margin = {1: 1.0, 2: 0.5}[rule]
+    case = accept_case("drawn", logits, np.array([0, 1]), rule=rule, top_k=4, margin=margin)
+    more = {
+        "sampled": np.array([0, 0], np.int32),
+        "last": np.full(2, last, np.int32),
+        "temperature": np.array([temperature], np.float32),
+    }
+    case = OpCase(case.name, {**case.inputs, **more}, case.attributes)
+    assert Record.read(reference(case)).relaxed == relaxed
+    assert Record.read(record(case)).relaxed == relaxed
