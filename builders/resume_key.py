@@ -38,30 +38,33 @@ def build_key(
     checkpoints; for a TensorRT package also its version and the device.
     """
     device = (by.version, by.device.name, by.device.device) if by else ()
-    digest = hashlib.sha256(repr((config, _code(), device)).encode())
+    digest = hashlib.sha256(repr((config, code(), device)).encode())
     if draft_ids is not None:
         digest.update(draft_ids.tobytes())
     for directory in checkpoints:
-        for line in _inventory(directory):
+        for line in inventory(directory):
             digest.update(os.fsencode(line))
     return digest.hexdigest()
 
 
 @cache
-def _code() -> str:
-    """Hash the sources: the version alone does not change with each edit of a checkout."""
+def code(*more: Path) -> str:
+    """Hash the sources, and those in `more` folders: the version alone does not change with each
+    edit of a checkout.
+    """
     digest = hashlib.sha256()
     for name in _LIBRARIES:
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
     folders = [Path(each.__path__[0]) for each in (config, core, package, builders, plugins)]
-    for path in sorted(path for folder in folders for path in folder.rglob("*")):
+    for path in sorted(path for folder in (*folders, *more) for path in folder.rglob("*")):
         if path.suffix in _CODE:
             text = path.read_bytes()
             digest.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
     return digest.hexdigest()
 
 
-def _inventory(directory: Path) -> Iterator[str]:
+def inventory(directory: Path) -> Iterator[str]:
+    """Yield a line with path, size and time of each file of a checkpoint that a build reads."""
     for path in sorted(directory.iterdir()):
         if path.suffix not in _READ:
             continue  # a log, or the package itself, as with `--target . --out planner`

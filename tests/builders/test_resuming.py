@@ -11,7 +11,7 @@ from support.checkpoints import TargetGeometry, write_target
 
 from thor_dflash.builders.build import _key, make_plan
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.resume_key import _code, build_key
+from thor_dflash.builders.resume_key import build_key, code
 from thor_dflash.config.build import BuildConfig
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_a_build_by_other_code_is_not_resumed(
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
         module = SimpleNamespace(__path__=[str(tmp_path / name)])
         monkeypatch.setattr(f"thor_dflash.builders.resume_key.{name}", module)
-    monkeypatch.setattr("thor_dflash.builders.resume_key._code", _code.__wrapped__)  # not cached
+    monkeypatch.setattr("thor_dflash.builders.resume_key.code", code.__wrapped__)  # not cached
     seen: set[str] = set()
     edited = (
         "builders/output/weight_files.py",

@@ -32,7 +32,7 @@ def test_lines_come_at_most_every_two_seconds() -> None:
             task.advance(1000)
     assert out.getvalue().splitlines() == [
         "weights 4.0 kB",
-        "weights 2.0 kB of 4.0 kB",
+        "weights 2.0 kB of 4.0 kB, about 3 s left",
         "weights 4.0 kB of 4.0 kB",
         "weights done: 4.0 kB in 6.0 s",
     ]

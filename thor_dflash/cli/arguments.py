@@ -58,7 +58,7 @@ def _settings(sub: Arguments, *keys: str) -> None:
         kind: dict[str, Any] = {"metavar": metavar or "|".join(reference.values(key))}
         if not kind["metavar"]:
             kind = {"action": "store_const", "const": "true"}
-        elif metavar in ("ENDPOINT", "NAME"):
+        elif metavar in ("ENDPOINT", "NAME", "CLASS=FORMAT"):
             kind["action"] = "append"
         elif metavar in PATHS:
             kind["type"] = _path_setting
@@ -80,6 +80,21 @@ def build(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--out PKG", "directory of the package to write", required=True)
     _add(sub, "--force", "replace a package that is already at --out")
     _settings(sub, "build.engine")
+
+
+def quantize(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `quantize`."""
+    source = sub.add_mutually_exclusive_group(required=True)
+    _add(source, "--target DIR", "directory of the target model to quantise (Hugging Face)")
+    _add(source, "--drafter DIR", "directory of the DFlash drafter to quantise instead")
+    _add(sub, "--out DIR", "new directory for the quantised checkpoint")
+    _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
+    _add(sub, "--from-quantised", "accept a checkpoint that is quantised already, and round its "
+         "weights a second time")  # fmt: skip
+    _settings(
+        sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
+        "quantize.kv",
+    )  # fmt: skip
 
 
 def generate(sub: argparse.ArgumentParser) -> None:
@@ -227,6 +242,8 @@ def keygen(sub: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str, str]] = {
     "build": (build, "build",
               "make a package out of a target model and, if there is one, its drafter"),
+    "quantize": (quantize, "quantize",
+                 "make an NVFP4 and FP8 checkpoint out of a BF16 one"),
     "generate": (generate, "engine decode", "answer one prompt with a package"),
     "profile": (profile, "engine decode",
                 "measure one answer many times: where each millisecond goes"),

@@ -20,6 +20,11 @@ from thor_dflash.core import strict_records
 
 OPTIONS: Mapping[str, tuple[str, str]] = {
     "build.engine": ("--engine", ""),
+    "quantize.preset": ("--preset", ""),
+    "quantize.classes": ("--class", "CLASS=FORMAT"),
+    "quantize.method": ("--method", ""),
+    "quantize.dialect": ("--dialect", ""),
+    "quantize.kv": ("--kv", ""),
     "engine.block": ("--block", "N"),
     "decode.drafter": ("--drafter", ""),
     "decode.max_tokens": ("--max-tokens", "N"),

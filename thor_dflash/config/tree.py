@@ -16,6 +16,7 @@ from typing import Any
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import ConfigError
@@ -26,6 +27,7 @@ class Config:
     """All settings of thor-dflash."""
 
     build: BuildConfig = field(default_factory=BuildConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

@@ -66,6 +66,13 @@ def _part(done: int, total: int | None, unit: str) -> str:
     return f"{amount(done, unit if unit == 'bytes' else '')} of {amount(total, unit)}"
 
 
+def _left(spent: float, done: int, total: int | None) -> str:
+    """How long the rest of a task will take at its rate so far: ", about 40 s left"."""
+    if not total or not 0 < done < total:
+        return ""
+    return f", about {spent * (total - done) / done:.0f} s left"
+
+
 class LineStream(Protocol):
     """A stream that lines are printed to."""
 
@@ -120,7 +127,8 @@ class Lines:
                 print_line(self._stream, f"{label} done{what} in {now - start:.1f} s")
             elif state == "running" and now - last >= INTERVAL:
                 last = now
-                print_line(self._stream, f"{label} {_part(done, total, unit)}")
+                left = _left(now - start, done, total)
+                print_line(self._stream, f"{label} {_part(done, total, unit)}{left}")
 
         return ProgressTask(show)
 
@@ -133,7 +141,13 @@ class Bars:
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as RichProgress
 
         console = Console(file=stream)
@@ -143,6 +157,8 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             console=console,
             transient=True,
             # rich would send to the terminal what is written to stdout while a bar shows, even if

@@ -1,0 +1,92 @@
+"""`quantize`: one checkpoint directory in, one out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thor_dflash import calib
+from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, read_drafter
+from thor_dflash.builders.checkpoint.json_fields import Fields
+from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
+from thor_dflash.builders.resume_key import code, inventory
+from thor_dflash.calib.quantize.metadata import CONFIG, PRODUCER, REPORT, metadata, small_files
+from thor_dflash.calib.quantize.plan import QuantizePlan
+from thor_dflash.calib.quantize.quantize import quantize
+from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
+from thor_dflash.core.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """What a run found; also written into the checkpoint."""
+
+    producer: dict[str, str]
+    settings: dict[str, object]
+    source_config_sha256: str
+    zero: tuple[str, ...]
+    """Linears whose weights are all zero: scale 1, where modelopt writes NaN."""
+    flushed: dict[str, int]
+    """Linear -> blocks that are not zero but have the smallest scale."""
+    subnormal: tuple[str, ...]
+    """Linears whose second scale is a subnormal number."""
+    rounded_twice: tuple[str, ...]
+    dropped: tuple[str, ...]
+    """Stored scales that were not written."""
+
+
+def read_source(target: Path | None, drafter: Path | None) -> TargetCheckpoint | DrafterCheckpoint:
+    """Read the headers of the one of the two that is given.
+
+    Raises: CheckpointError.
+    """
+    if target is not None:
+        return read_target(target)
+    assert drafter is not None
+    return read_drafter(drafter)
+
+
+def write(plan: QuantizePlan, out: Path, progress: Progress) -> QuantizeReport:
+    """Write the checkpoint of a plan into the new directory `out`, or finish it after a stop.
+
+    Raises:
+        CheckpointError: a weight is infinite or NaN; nothing stays.
+        ConfigError: `out` cannot be written, or its disk is too small.
+    """
+    directory = plan.source.directory
+    config = Fields.read(directory / CONFIG).values
+    small = {path.name: path.read_bytes() for path in small_files(directory)}
+    with StagedCheckpoint(out, plan.files, _key(plan)) as stage:
+        rows = quantize(plan, stage, progress)
+        report = _report(plan, rows)
+        text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
+        stage.finish({**small, **metadata(plan, config), REPORT: text.encode()})
+    return report
+
+
+def _report(plan: QuantizePlan, rows: Iterable[Row]) -> QuantizeReport:
+    found = list(rows)
+    settings: dict[str, object] = asdict(plan.config)
+    del settings["threads"]
+    config = (plan.source.directory / CONFIG).read_bytes()
+    return QuantizeReport(
+        producer=PRODUCER,
+        settings=settings,
+        source_config_sha256=hashlib.sha256(config).hexdigest(),
+        zero=tuple(name for row in found for name in row["zero"]),
+        flushed={name: n for row in found for name, n in row["flushed"].items()},
+        subnormal=tuple(name for row in found for name in row["tiny"]),
+        rounded_twice=plan.twice,
+        dropped=plan.dropped,
+    )
+
+
+def _key(plan: QuantizePlan) -> str:
+    """Hash all that decides which bytes are written."""
+    settings = {**asdict(plan.config), "threads": 0}
+    own = code(Path(calib.__path__[0]) / "quantize")
+    lines = [repr(settings), own, *inventory(plan.source.directory)]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()

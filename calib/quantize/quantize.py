@@ -1,0 +1,211 @@
+"""Runs a plan: reads each unit of work twice (the largest value, then the codes), writes it, notes
+it. Memory holds a few chunks of rows and the codes that wait to be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat, finite
+from thor_dflash.calib.quantize import fp8, nvfp4
+from thor_dflash.calib.quantize.linear_rows import LinearRows, ShardReader
+from thor_dflash.calib.quantize.plan import QuantizePlan, WorkUnit
+from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
+from thor_dflash.calib.quantize.tensors import OutputTensor
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.progress import Progress, ProgressTask
+from thor_dflash.core.tensors import DType
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+COPY_PIECE = 1 << 24
+"""Bytes copied at a time."""
+AHEAD = 4
+"""Chunks of rows per thread that may wait to be written."""
+
+
+@dataclass(slots=True)
+class Workers:
+    """Threads that work on chunks in order. numpy's loops run beside each other."""
+
+    pool: ThreadPoolExecutor
+    count: int
+
+    def each(self, work: Callable[[T], S], items: Iterable[T]) -> Iterator[S]:
+        """Yield work(item) in the order of the items, with few results waiting."""
+        waiting: deque[Future[S]] = deque()
+        for item in items:
+            waiting.append(self.pool.submit(work, item))
+            if len(waiting) >= AHEAD * self.count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+class _Output:
+    """One tensor being written from its beginning to its end."""
+
+    def __init__(self, stage: StagedCheckpoint, tensor: OutputTensor) -> None:
+        self._stage, self.tensor = stage, tensor
+        self._at, self._hash = 0, hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._stage.write(self.tensor.name, self._at, data)
+        self._hash.update(data)
+        self._at += len(data)
+
+    def entry(self) -> list[object]:
+        return [self._at, self._hash.hexdigest()]
+
+
+def quantize(plan: QuantizePlan, stage: StagedCheckpoint, progress: Progress) -> tuple[Row, ...]:
+    """Write all units that an earlier run has not written; return the journal's line of each.
+
+    Raises: CheckpointError for a weight that is infinite or NaN.
+    """
+    done = stage.finished(progress)
+    rows: list[Row] = []
+    total = sum(unit.reads for unit in plan.units)
+    count = plan.config.threads or os.cpu_count() or 1
+    with (
+        ShardReader(plan.source.shards) as reader,
+        ThreadPoolExecutor(count) as pool,
+        progress.task("quantising", total, "bytes") as task,
+    ):
+        runner = _Runner(plan, stage, reader, Workers(pool, count), task)
+        for unit in plan.units:
+            if unit.label not in done:
+                rows.append(runner.run(unit))
+                stage.finish_unit(rows[-1])
+            else:
+                rows.append(done[unit.label])
+                task.advance(unit.reads)
+    return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    plan: QuantizePlan
+    stage: StagedCheckpoint
+    reader: ShardReader
+    workers: Workers
+    task: ProgressTask
+
+    def run(self, unit: WorkUnit) -> Row:
+        outputs = {tensor.name: _Output(self.stage, tensor) for tensor in unit.tensors}
+        flushed, zero, tiny = dict[str, int](), list[str](), list[str]()
+        if unit.kind is None:
+            for output in outputs.values():
+                self._copy(output)
+        linears = {n: LinearRows.of(self.reader, self.plan.source.linears[n]) for n in unit.linears}
+        amax = {name: self._amax(rows) for name, rows in linears.items()}
+        largest = max(amax.values(), default=0.0)
+        parts = iter(outputs.values())
+        for name, rows in linears.items():
+            if unit.kind is WeightFormat.NVFP4:
+                codes, scales, scale2 = next(parts), next(parts), next(parts)
+                flushed[name] = self._nvfp4(rows, largest, codes, scales, scale2)
+                tiny += [name] * bool(0 < largest < nvfp4.LEAST_AMAX)
+            elif unit.kind is WeightFormat.FP8:
+                self._fp8(rows, amax[name], next(parts), next(parts))
+            else:
+                self._bf16(rows, next(parts))
+            zero += [name] * (amax[name] == 0)
+        return {
+            "unit": unit.label,
+            "tensors": {name: output.entry() for name, output in outputs.items()},
+            "flushed": {name: n for name, n in flushed.items() if n},
+            "zero": zero,
+            "tiny": tiny,
+        }
+
+    def _copy(self, output: _Output) -> None:
+        entry = self.reader.shards.entry(output.tensor.name)
+        for at in range(0, entry.end - entry.begin, COPY_PIECE):
+            data = self.reader.read(entry, at, min(COPY_PIECE, entry.end - entry.begin - at))
+            finite(np.frombuffer(data, entry.dtype), self.reader.shards.placed(output.tensor.name))
+            output.write(data)
+            self.task.advance(len(data))
+
+    def _amax(self, rows: LinearRows) -> float:
+        return max(self.workers.each(lambda span: rows.amax(*span), rows.chunks()))
+
+    def _nvfp4(
+        self,
+        rows: LinearRows,
+        largest: float,
+        codes: _Output,
+        scales: _Output,
+        scale2: _Output,
+    ) -> int:
+        """Write one linear; return how many of its blocks may have lost their values."""
+        second = nvfp4.tensor_scale(largest)
+        search = self.plan.config.method == "mse"
+
+        def encode(span: tuple[int, int]) -> nvfp4.EncodedRows:
+            if not largest:
+                return nvfp4.zero_rows(span[1] - span[0], rows.shape[1])
+            blocks = nvfp4.as_blocks(rows.read(*span))
+            found = nvfp4.rounded_scales(blocks, second)
+            if search:
+                found = nvfp4.searched_scales(blocks, np.float32(largest))
+            return nvfp4.encode(blocks, found, second)
+
+        flushed = 0
+        for made in self.workers.each(encode, rows.chunks()):
+            codes.write(made.codes.tobytes())
+            scales.write(made.scales.tobytes())
+            flushed += made.flushed
+            self._advance(rows, len(made.codes))
+        if self.plan.config.dialect == "compressed-tensors":
+            with np.errstate(over="ignore"):
+                second = np.float32(1) / second
+            if not np.isfinite(second):
+                raise CheckpointError(
+                    f"{self.reader.shards.placed(rows.linear.codes)} must have a largest value "
+                    f"whose scale is no subnormal number for compressed-tensors (got {largest})"
+                )
+        scale2.write(second.tobytes())
+        return flushed
+
+    def _fp8(self, rows: LinearRows, amax: float, codes: _Output, scale: _Output) -> None:
+        theirs = self.plan.config.dialect == "compressed-tensors"
+        whole = fp8.tensor_scale(amax)
+        dtype = self.reader.shards.entry(rows.linear.codes).dtype
+        # Only modelopt divides in the type of the weights.
+        quotient = np.dtype(np.float32) if theirs or rows.scale is not None else dtype
+
+        def encode(span: tuple[int, int]) -> tuple[bytes, bytes, int]:
+            weights = rows.read(*span)
+            own = fp8.row_scales(weights) if theirs else whole
+            kept = own.tobytes() if theirs else b""
+            return fp8.encode(weights, own, quotient).tobytes(), kept, len(weights)
+
+        for made, kept, count in self.workers.each(encode, rows.chunks()):
+            codes.write(made)
+            scale.write(kept)
+            self._advance(rows, count)
+        if not theirs:
+            scale.write(whole.tobytes())
+
+    def _bf16(self, rows: LinearRows, codes: _Output) -> None:
+        def convert(span: tuple[int, int]) -> tuple[bytes, int]:
+            weights = rows.read(*span).astype(DType.BF16.numpy)
+            return weights.tobytes(), len(weights)
+
+        for made, count in self.workers.each(convert, rows.chunks()):
+            codes.write(made)
+            self._advance(rows, count)
+
+    def _advance(self, rows: LinearRows, count: int) -> None:
+        entry = self.reader.shards.entry(rows.linear.codes)
+        self.task.advance((entry.end - entry.begin) // rows.shape[0] * count)

@@ -1,0 +1,36 @@
+"""The configuration section of `thor-dflash quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from thor_dflash.config.bounds import Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig:
+    """How `thor-dflash quantize` makes an NVFP4 and FP8 checkpoint of a BF16 one
+    ([quantising](../guide/quantize.md)).
+    """
+
+    preset: Literal[
+        "auto", "nvidia", "unsloth", "unsloth-3.8", "redhat", "berkerdooo", "all-nvfp4", "mlp",
+        "fp8", "keep",
+    ] = "auto"  # fmt: skip
+    """Format of each class of linears; auto is nvidia for a target, all-nvfp4 for a drafter."""
+    classes: tuple[str, ...] = ()
+    """Format of one class in place of the preset's, as `gdn=fp8` or, for some layers,
+    `mlp:56-63=fp8`. Classes: mlp, attention, gdn (or gdn_in, gdn_out), head, fc. Formats: nvfp4,
+    fp8, keep. A later entry wins."""
+    method: Literal["rtn", "mse"] = "mse"
+    """How NVFP4's block scales are found: mse has the smallest square error, rtn is what
+    Model-Optimizer's default gives, byte for byte."""
+    dialect: Literal["auto", "modelopt", "compressed-tensors"] = "auto"
+    """Names and scales of the stored tensors; auto is compressed-tensors where a linear is FP8,
+    else modelopt. vLLM wants a calibrated input_scale for modelopt's FP8."""
+    kv: Literal["auto", "cast", "none"] = "auto"
+    """What the checkpoint declares of the KV cache: cast is FP8 with scale 1, none is nothing; auto
+    is cast for a target, none for a drafter."""
+    threads: Count = 0
+    """CPU threads; 0: every core."""
