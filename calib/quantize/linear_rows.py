@@ -125,8 +125,7 @@ class LinearRows:
             return as_float32(stored) * scale
         codes = np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
         blocks = reader.rows(linear.block_scale, first, last).astype(np.float32) * scale
-        values: Floats = E2M1[codes] * np.repeat(blocks, NVFP4_GROUP, axis=1)
-        return values
+        return np.multiply(E2M1[codes], np.repeat(blocks, NVFP4_GROUP, axis=1), dtype=np.float32)
 
 
 def as_float32(values: Array) -> Floats:

@@ -121,9 +121,9 @@ def encode(blocks: Floats, scales: Bytes, scale2: np.float32) -> EncodedRows:
     for i, bound in enumerate(BOUNDS):
         above = np.greater_equal if i % 2 else np.greater
         codes += above(scaled, bound).view(np.uint8)
-    pairs = codes[0::2] | np.left_shift(codes[1::2], 4, dtype=np.uint8)
+    pairs = np.bitwise_or(codes[0::2], codes[1::2] << 4, dtype=np.uint8)
     flushed = (scales == TINIEST) & blocks.any(axis=0)
-    rows: Bytes = pairs.transpose(1, 2, 0).reshape(len(scales), -1)
+    rows = pairs.transpose(1, 2, 0).reshape(len(scales), -1)
     return EncodedRows(rows, scales, int(flushed.sum()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thor_dflash.config.tree import Config
@@ -30,25 +31,23 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.calib.quantize.plan import make_plan
         from thor_dflash.calib.quantize.staged_checkpoint import check_out
 
-    if args.out is None and not args.plan:
+    out: Path | None = args.out
+    if out is None and not args.plan:
         raise ConfigError("--out must be given, or --plan (got neither)")
-    if args.out is not None:
-        check_out(args.out, args.target or args.drafter)
+    if out is not None:
+        check_out(out, args.target or args.drafter)
     with progress.task("reading headers"):
         source = checkpoint.read_source(args.target, args.drafter)
         plan = make_plan(source, config.quantize, from_quantised=args.from_quantised)
         text = plan_report.table(plan)
-    if args.plan:
-        progress.close()
-        print(text)
-        _print_plan_notes(plan)
-        return
-    report = checkpoint.write(plan, args.out, progress)
+    report = None if args.plan or out is None else checkpoint.write(plan, out, progress)
     progress.close()
-    print(f"{args.out}: {len(plan.files)} files, {amount(plan.nbytes, 'bytes')}")
+    if report is not None:
+        print(f"{out}: {len(plan.files)} files, {amount(plan.nbytes, 'bytes')}")
     print(text)
     _print_plan_notes(plan)
-    _print_report(report)
+    if report is not None:
+        _print_report(report)
 
 
 def _print_plan_notes(plan: QuantizePlan) -> None:
