@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[DrafterKind, tuple[int, ...]]] = {
     "nvfp4": (DrafterKind(geometry=EIGHT, dialect="modelopt", target_dialect="modelopt"), ()),
     "reduced": (DrafterKind(geometry=EIGHT, target="0.8b", dialect="fp8"), IDS),
 }
-CONTEXTS = (0, 1, 16, 17, 23, 24, 25, 40, 64, 65, 145, 240)
+CONTEXTS = (0, 1, 17, 24, 25, 40, 65, 145)
 """With a window of 24 and 8 rows, row 7 first loses context row 0 at a context of 17, row 0 at 24;
 a ring has 24 + CHUNK slots.
 """
@@ -144,7 +144,7 @@ def test_another_walk_drafts_other_tokens(wrong: str, name: str) -> None:
         b, taps = filled(name, count)
         drafts, _ = b.drafts(taps, replace(b.rules, wrong=wrong))
         changed += b.propose()[0].tolist() != [ANCHOR, *drafts]
-    assert changed >= 4
+    assert changed >= 3
 
 
 def test_the_context_is_not_convolved() -> None:
