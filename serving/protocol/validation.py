@@ -139,9 +139,19 @@ def check_values(request: wire.PlanRequest) -> None:
         check_plain(request.tool_choice, "tool_choice", MAX_BYTES)
     if request.chat_template_kwargs is not None:
         check_plain(request.chat_template_kwargs, "chat_template_kwargs", MAX_BYTES)
+        _check_thinking(request.chat_template_kwargs, request.thinking)
     for i, message in enumerate(request.messages or ()):
         if message.tool_calls is not None:
             check_plain(list(message.tool_calls), f"messages[{i}].tool_calls", MAX_BYTES)
+
+
+def _check_thinking(options: Mapping[str, object], thinking: str | None) -> None:
+    """A prompt that opens the thinking against `thinking` would have no budget for it."""
+    name = "enable_thinking"
+    given = options.get(name)
+    if name in options and given is not {"on": True, "off": False}.get(thinking or ""):
+        text = f"{name} must be left out, as the field thinking decides (got {show(given)})"
+        raise bad_request(f"chat_template_kwargs.{text}", "chat_template_kwargs")
 
 
 def thinking_of(request: wire.PlanRequest, config: ServeConfig) -> Literal["on", "off", "auto"]:

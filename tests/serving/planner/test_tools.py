@@ -100,6 +100,11 @@ def test_a_demanded_call_is_made(planner: LocalPlanner, thinking: Any) -> None:
     assert (again.cut_call is not None) == (len(calls) > len(result.tool_calls or ()))
 
 
+def test_the_thinking_of_the_template_is_that_of_the_request(planner: LocalPlanner) -> None:
+    same = structs.replace(ASK, chat_template_kwargs={"enable_thinking": False})
+    assert planner.plan(same).tokens == planner.plan(ASK).tokens
+
+
 def test_a_named_tool_is_called(planner: LocalPlanner) -> None:
     choice = {"type": "function", "function": {"name": "stop"}}
     result = planner.plan(structs.replace(ASK, tool_choice=choice, parallel_tool_calls=False))
@@ -130,6 +135,11 @@ def test_no_call_with_choice_none(planner: LocalPlanner) -> None:
             "bad_request",
         ),
         ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs", "bad_request"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs",
+            "bad_request",
+        ),
         ({"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs", "bad_request"),
         ({"tools": ({"a": DEEP},)}, "tools", "bad_request"),
         ({"tools": ({"a": b"x"},)}, "tools", "bad_request"),
