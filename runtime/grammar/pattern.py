@@ -17,6 +17,11 @@ from thor_dflash.core.message_text import show
 UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 """Characters that JSON can only escape as \\u, which answers may not use. Inside of a class."""
 
+MAX_LENGTH = 4096
+"""Of a pattern, characters. The compiler intersects it with a format, or with what may not end a
+raw value, and that takes the square of its length: 20 s and 2 GB for 80,000, which no limit of the
+compiler prevents."""
+
 _LINE_ENDS = r"\n\r\u2028\u2029"
 _CLASSES = {
     "d": "0-9",
@@ -84,6 +89,9 @@ class _Reader:
     """Reads a pattern from left to right. Each method reads what stands at `at`."""
 
     def __init__(self, where: str, pattern: str) -> None:
+        if len(pattern) > MAX_LENGTH:
+            rule = f"at most {MAX_LENGTH} characters"
+            raise RequestError(f"{where} must have {rule} (got {len(pattern)})")
         self.where, self.pattern, self.at = where, pattern, 0
 
     def parts(self) -> list[str]:

@@ -124,4 +124,4 @@ def test_forty_clients_cannot_take_the_server_from_others(kind: str) -> None:
     assert max(found.stops) < most + found.bound
     assert flood.p99(found.after) < flood.CONTROL_MS
     assert found.memory < flood.MEMORY_MB
-    assert max(found.control) < PATIENCE_S
+    assert max(found.control) < 1e3 * PATIENCE_S
