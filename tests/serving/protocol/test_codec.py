@@ -178,6 +178,9 @@ def test_tools_and_calls_of_messages_have_a_largest_size(encoding: Codec) -> Non
     assert (calls.code, "tool_calls" in calls.message) == ("too_large", True)
     tools = refused(encoding.encode({**asked, "tools": 2 * [{"a": long}]}))
     assert (tools.code, tools.field) == ("too_large", "tools")
+    if encoding is JSON:
+        body = encoding.encode({**asked, "messages": [turn, turn]})
+        assert refused(body.replace(b"tool_c", b"tool\\u005fc")).code == "too_large"
     turns = refused(encoding.encode({**asked, "messages": [turn, long, long]}))
     assert (turns.code, turns.field) == ("bad_request", "messages")
 
