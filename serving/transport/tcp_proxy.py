@@ -22,7 +22,11 @@ from thor_dflash.serving.transport.keepalive import KEEPALIVE_EVERY_S, SILENT_S,
 from thor_dflash.serving.transport.zmtp_limits import FrameLimits
 
 MAX_CONNECTIONS = 256
-"""More are closed at once. Each takes three descriptors; most systems allow a process 1024."""
+"""Each takes three descriptors; most systems allow a process 1024."""
+QUIET_S = 60.0
+"""One more connection takes the place of the one on which nothing was sent or answered for the
+longest time, if that is so long: who only connects must not keep others out for ever. Otherwise it
+is closed at once. A client that lost its place connects again with its next request."""
 PIECE = 1 << 16
 """Most bytes read at a time."""
 TURN = 8
@@ -56,6 +60,8 @@ class _Side:
         self.paused = False
         self.paid_until = 0.0
         """When it has sent no more than its rate, monotonic, s."""
+        self.active = time.monotonic()
+        """When it sent something, or was made."""
         self.mask = 0
         """The events it is registered for."""
         self.peer = self
@@ -189,7 +195,7 @@ class TcpProxy:
             self._epoll.unregister(listener)
             self._later(RETRY_S, lambda: self._epoll.register(listener, select.EPOLLIN))
             return
-        if len(self._sides) >= 2 * MAX_CONNECTIONS:
+        if len(self._sides) >= 2 * MAX_CONNECTIONS and not self._drop_quiet():
             client.close()
             return
         try:
@@ -213,6 +219,18 @@ class TcpProxy:
             self._sides[side.socket.fileno()] = side
             self._watch(side)
 
+    def _drop_quiet(self) -> bool:
+        """Close the connection that has been quiet for the longest, if that is long enough."""
+
+        def active(side: _Side) -> float:
+            return max(side.active, side.peer.active)
+
+        quietest = min(self._sides.values(), key=active)
+        if time.monotonic() - active(quietest) < QUIET_S:
+            return False
+        self._drop(quietest)
+        return True
+
     def _step(self, side: _Side, events: int) -> None:
         try:
             if side.pending and events & ~select.EPOLLIN:
@@ -235,6 +253,7 @@ class TcpProxy:
 
     def _read(self, side: _Side) -> None:
         data = side.socket.recv(PIECE)
+        side.active = time.monotonic()
         if not data:
             side.ended = True
             return

@@ -124,6 +124,25 @@ def test_connections_beyond_the_limit_are_closed(
         assert time.monotonic() < end
 
 
+def test_a_new_connection_takes_the_place_of_the_quietest(
+    router: RouterSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_proxy, "MAX_CONNECTIONS", 2)
+    with connect(router) as first, connect(router) as second:
+        for peer in (first, second):
+            assert peer.recv(1) == HELLO[:1]
+        first.sendall(HELLO)  # and is answered: the second one is the quietest now
+        first.recv(1000)
+        monkeypatch.setattr(tcp_proxy, "QUIET_S", 0.0)
+        with connect(router) as third:
+            assert third.recv(1) == HELLO[:1]
+            while second.recv(1000):
+                pass
+            monkeypatch.setattr(tcp_proxy, "QUIET_S", 60.0)
+            first.sendall(b"\0\0")  # a message
+            assert messages(router, PATIENCE_S, count=1)
+
+
 def test_what_a_closed_server_has_sent_still_arrives(router: RouterSocket) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
