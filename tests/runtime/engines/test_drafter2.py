@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[DrafterKind, tuple[int, ...]]] = {
     "block 8": (DrafterKind(geometry=EIGHT), ()),
     "block 16": (
         DrafterKind(
-            geometry=replace(EIGHT, block=16, scale=0.2, softcap=5.0, top_k=7, rank=24),
+            geometry=replace(EIGHT, block=16, scale=0.05, softcap=20.0, top_k=16, rank=24),
             target="0.8b",
         ),
         (),
