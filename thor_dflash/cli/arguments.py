@@ -174,6 +174,55 @@ def bench(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--json", "print the rows as JSON")
 
 
+def replay(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `replay`."""
+    sub.epilog = (
+        "With --url every turn is sent as MLPerf's Edge Agentic client sends it. Nothing that this "
+        "prints is an MLPerf result. Exit status: 1 if turns are missing."
+    )
+    sub.add_argument("trace", type=path, metavar="TRACE.jsonl", help="recorded conversations")
+    source = sub.add_mutually_exclusive_group(required=True)
+    _add(source, "--url URL", "address of any server with OpenAI's API: http://HOST:PORT/v1")
+    _add(source, *PACKAGE)
+    _add(source, "--shape NAME", "model whose sizes to take: qwen3.6-27b, qwen3.8-27b")
+    _add(sub, "--random-weights", "make weights on the device instead of reading a package")
+    _add(sub, "--tokenizer DIR", "directory with tokenizer.json and chat template, for "
+         "--random-weights")  # fmt: skip
+    _add(sub, "--conversations N", "only the first N conversations")
+    _add(sub, "--turns N", "only the first N turns of each")
+    _add(sub, "--forced-accept K", "commit the recorded answers, K tokens a cycle (a fraction on "
+         "average), or as many as the drafter agrees with: drafter; without --url")  # fmt: skip
+    _add(sub, "--reuse-mb N", "memory for the states of earlier turns, MiB, 0 for none (default "
+         "4096); without --url")  # fmt: skip
+    _add(sub, "--thinking", "whether the model thinks (default off)", choices=("on", "off"),
+         default="off")  # fmt: skip
+    _http(sub)
+    _add(sub, "--plain", "send nothing that MLPerf's client does not send: no token counts")
+    _add(sub, "--body FILE.json", "further fields of every request, a JSON object")
+    _add(sub, "--compare X.json", "an earlier replay of the same turns, printed by --json")
+    _add(sub, "--html X.html", "also write the replay as one page of charts")
+    _add(sub, "--json", "print the replay as JSON")
+
+
+def _http(sub: argparse.ArgumentParser) -> None:
+    _add(sub, "--model NAME", "model to ask for (default: the first that the server lists)")
+    _add(sub, "--key-file FILE", "file with the API key of the server")
+
+
+def bfcl(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `bfcl`."""
+    sub.epilog = (
+        "Scores need the package bfcl-eval, which pins old versions of others: install both into "
+        "an environment of their own. Without it, only the form of the calls is checked."
+    )
+    sub.add_argument("samples", type=path, metavar="SAMPLES.jsonl", help="BFCL v4, single turn")
+    _add(sub, "--url URL", "address of any server with OpenAI's API: http://HOST:PORT/v1",
+         required=True)  # fmt: skip
+    _http(sub)
+    _add(sub, "--first N", "only the first N samples")
+    _add(sub, "--json", "print the scores as JSON")
+
+
 def serve(sub: argparse.ArgumentParser) -> None:
     """Add the options of `serve`."""
     source = sub.add_mutually_exclusive_group(required=True)
@@ -254,6 +303,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
     "demo": (None, "build engine",
              "plan one task with the small model of the repository (needs a checkout)"),
     "bench": (bench, "build engine", "measure what each part of a step costs on this GPU"),
+    "replay": (replay, "build engine",
+               "replay recorded conversations: what every turn reads, and how long it takes"),
+    "bfcl": (bfcl, "", "send tool-call samples to a server, and score its calls"),
     "serve": (serve, "engine serve",
               "run a plan server, which answers plan requests over ZeroMQ"),
     "plan": (plan, "", "request one plan from a running plan server"),

@@ -13,6 +13,8 @@ from thor_dflash.core.message_text import cut
 
 DAY_MS = 86_400_000
 """Longest time that may be given, the same as in the configuration."""
+HTTP = ("--model", "--key-file", "--plain", "--body")
+"""Options of requests over HTTP."""
 EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
     "check": (
         ("--golden", "--tokens"),  # a golden file holds its own tokens
@@ -27,6 +29,12 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
         ("--ready", "--quick"),
     ),
     "serve": (("--package", "--mock-cycle-ms"),),
+    "replay": (
+        ("--json", "--compare"),
+        ("--url", "--random-weights", "--tokenizer", "--forced-accept", "--reuse-mb"),
+        ("--package", "--random-weights", "--tokenizer", *HTTP),
+        ("--shape", *HTTP),
+    ),
 }
 """Command -> groups of an option and those that have no meaning with it."""
 UNREAD_SECTIONS = {("bench", "--package"): "build", ("serve", "--mock"): "engine"}

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thor_dflash.cli.report.profile_page import page, ticks
+from thor_dflash.cli.report.drawing import ticks
+from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import TITLES, table
 from thor_dflash.core.results import Speculation
 from thor_dflash.runtime.measure.profile import (

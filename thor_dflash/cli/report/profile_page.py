@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thor_dflash.cli.report.drawing import (
+    Drawing,
+    SvgBar,
+    axis_number,
+    chart,
+    column,
+    label_below,
+    render,
+    ticks,
+    y_of,
+)
 from thor_dflash.cli.report.profile_text import TITLES, change, course, head, span_of
 
 if TYPE_CHECKING:
@@ -14,61 +23,19 @@ if TYPE_CHECKING:
 
     from thor_dflash.runtime.measure.profile import CycleBreakdown, Profile, Spread, Stretch
 
-TEMPLATE = Path(__file__).with_name("profile.html.jinja")
-HEIGHT, TOP, LOW = 176, 24, 42
-"""Height of a chart, and what its unit above and its labels below take of it, px. Only heights are
-fixed: every x is a percentage of the page, so a phone shows the same text and thinner bars."""
 ROW = 36
 """Height of a horizontal bar with its name and number above it, px."""
 COLUMNS, RUNS = 16, 10
 """Most labels of an axis."""
 
 
-@dataclass(frozen=True, slots=True)
-class SvgBar:
-    """A bar of a drawing. `kind` is its CSS class, `title` its tooltip."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-    kind: str = "bar"
-
-
-Line = tuple[float, float, float, float, str]
-"""x1, y1, x2, y2, CSS class."""
-Dot = tuple[float, float, str]
-"""x, y, tooltip."""
-Label = tuple[float, float, str, str]
-"""x, y, text, CSS class: `start`, `middle` or `end` of the text is at x; `left`: it is left of the
-chart; `name` of a bar."""
-
-
-@dataclass(slots=True)
-class Drawing:
-    """The shapes of an SVG. x and widths: % of its width; y and heights: px."""
-
-    height: float = HEIGHT
-    kind: str = "chart"
-    lines: list[Line] = field(default_factory=list[Line])
-    bars: list[SvgBar] = field(default_factory=list[SvgBar])
-    dots: list[Dot] = field(default_factory=list[Dot])
-    labels: list[Label] = field(default_factory=list[Label])
-
-
 def page(found: Profile, base: Profile | None = None) -> str:
     """The whole page; with `base`, also the change of its medians."""
-    from jinja2 import Environment
-
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     subject, cycles = found.subject, max(1, found.spec.cycles)
     rates = [round(100 * count / cycles) for count in found.spec.accepted_per_position]
     runs = sorted({stretch.runs for stretch in found.soak})
-    return template.render(
+    return render(
+        "profile.html.jinja",
         found=found,
         head=head(found),
         tiles=_tiles(found),
@@ -119,57 +86,17 @@ def _times(
 
 
 # ---- drawings ------------------------------------------------------------------------------------
-def ticks(top: float, *, whole: bool = False) -> list[float]:
-    """Round values from 0 to `top` or the next one above it, about four apart."""
-    step = 10.0 ** math.floor(math.log10(top / 4))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor >= top / 4)
-    if whole:
-        step = max(1.0, step)
-    return [i * step for i in range(math.ceil(top / step * (1 - 1e-9)) + 1)]
-
-
-def _number(value: float) -> str:
-    """At most six characters (below a million), which fit the margin."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _chart(marks: Sequence[float], unit: str, below: str) -> Drawing:
-    """A chart with a line and its value at each mark of the y axis, and what its axes show."""
-    drawing = Drawing()
-    for value in marks:
-        y = _y(value, marks[-1])
-        drawing.lines.append((0, y, 100, y, "axis"))
-        drawing.labels.append((0, y + 4, _number(value), "left"))
-    drawing.labels.append((0, TOP - 12, unit, "start"))
-    drawing.labels.append((100, HEIGHT - 4, below, "end"))
-    return drawing
-
-
-def _y(value: float, top: float) -> float:
-    return (HEIGHT - LOW) - (HEIGHT - LOW - TOP) * value / top
-
-
-def _below(drawing: Drawing, x: float, text: str) -> None:
-    """Label the x axis."""
-    drawing.labels.append((x, HEIGHT - LOW + 16, text, "middle"))
-
-
-def _column(x: float, width: float, value: float, top: float, title: str, kind: str) -> SvgBar:
-    y = _y(max(0.0, value), top)
-    return SvgBar(x, y, width, HEIGHT - LOW - y, title, kind)
-
-
 def _dots(spread: Spread) -> Drawing:
     """Runs from left to right. The scale begins at zero, so that little variation looks little."""
     marks, n = ticks(spread.high or 1.0), len(spread.values)
-    drawing = _chart(marks, "ms", "run")
-    y = _y(spread.median, marks[-1])
+    drawing = chart(marks, "ms", "run")
+    y = y_of(spread.median, marks[-1])
     drawing.lines.append((0, y, 100, y, "mark"))
     for i, value in enumerate(spread.values):
         x = 100 * (i + 0.5) / n
-        drawing.dots.append((x, _y(value, marks[-1]), f"run {i + 1}: {value:.2f}"))
+        drawing.dots.append((x, y_of(value, marks[-1]), f"run {i + 1}: {value:.2f}"))
         if i % math.ceil(n / RUNS) == 0:
-            _below(drawing, x, str(i + 1))
+            label_below(drawing, x, str(i + 1))
     return drawing
 
 
@@ -179,13 +106,13 @@ def _spans(
     """Stretches of time (start, end, value, tooltip, kind) as bars on a time axis from 0."""
     end_of_all = spans[-1][1] or 1.0
     marks = ticks(max(value for _, _, value, _, _ in spans) or 1.0, whole=whole)
-    drawing, scale = _chart(marks, unit, below), 100 / end_of_all
+    drawing, scale = chart(marks, unit, below), 100 / end_of_all
     for start, end, value, title, kind in spans:
         width = max(0.05, (end - start) * scale)
-        drawing.bars.append(_column(start * scale, width, value, marks[-1], title, kind))
+        drawing.bars.append(column(start * scale, width, value, marks[-1], title, kind))
     for at in ticks(end_of_all):
         if at <= end_of_all:
-            _below(drawing, at * scale, _number(at))
+            label_below(drawing, at * scale, axis_number(at))
     return drawing
 
 
@@ -207,12 +134,12 @@ def _columns(counts: Sequence[int], unit: str, below: str, top: float = 0.0) -> 
     if not most:
         return None
     marks, n = ticks(top or most, whole=True), len(counts)
-    drawing, step = _chart(marks, unit, below), 100 / n
+    drawing, step = chart(marks, unit, below), 100 / n
     for i, count in enumerate(counts):
         title = f"{i + 1}: {count}"
-        drawing.bars.append(_column(i * step, 0.85 * step, count, marks[-1], title, "bar"))
+        drawing.bars.append(column(i * step, 0.85 * step, count, marks[-1], title, "bar"))
         if i % math.ceil(n / COLUMNS) == 0:
-            _below(drawing, (i + 0.425) * step, str(i + 1))
+            label_below(drawing, (i + 0.425) * step, str(i + 1))
     return drawing
 
 

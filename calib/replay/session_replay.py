@@ -1,0 +1,184 @@
+"""Replays a recorded trace on a session of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from thor_dflash.calib.replay.command_overlap import overlap
+from thor_dflash.calib.replay.recorded_trace import (
+    Message,
+    RecordedConversation,
+    RecordedTrace,
+    RecordedTurn,
+)
+from thor_dflash.calib.replay.replay_report import ReplayTurn
+from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.decoding.block import Policy
+from thor_dflash.runtime.decoding.loop import TokenChunk
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
+from thor_dflash.runtime.grammar.tools import ToolUse
+from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.turn_cache import Conversation
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder
+from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
+from thor_dflash.runtime.text.tool_calls import tools_of
+
+LONGEST_ANSWER = 1024
+"""max_completion_tokens of the benchmark."""
+Rows = float | Literal["drafter"]
+"""How forced answers are committed: an assumed number of tokens per cycle, or what the drafter
+agrees with."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTurn:
+    """A turn as token ids."""
+
+    prompt: EncodedPrompt
+    answer: tuple[int, ...]
+    """As the template writes the recorded answer, its end included."""
+
+
+@dataclass
+class SessionReplay:
+    """Answers the turns of a trace one after the other, each once the one before has ended."""
+
+    session: Session
+    forced: Rows | None = None
+    """None: the model answers, with the frame of the calls constrained."""
+    thinking: bool = False
+    reuse: bool = True
+    """Whether turns name their boundaries. Without, each one reads its whole prompt."""
+    _encoder: PromptEncoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._encoder = PromptEncoder(self._tokenizer)
+        rows = self.session.model.block
+        if isinstance(self.forced, float) and not 1 <= self.forced <= rows:
+            raise RequestError(
+                f"--forced-accept must be 1 to {rows} tokens or drafter (got {self.forced:g})"
+            )
+        if self.forced == "drafter" and self.session.manifest.drafter is None:
+            raise RequestError("--forced-accept drafter must go with a drafter (got none)")
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self.session.tokenizer is None:
+            raise RequestError("a package to replay on must have a tokenizer (got one without)")
+        return self.session.tokenizer
+
+    def run(self, trace: RecordedTrace) -> Iterator[ReplayTurn]:
+        """Answer every turn. An error ends its conversation."""
+        for conversation in trace.conversations:
+            for index, turn in enumerate(conversation.turns):
+                found = self._turn(conversation, turn, index + 1)
+                yield found
+                if found.error:
+                    break
+
+    def _turn(
+        self, conversation: RecordedConversation, turn: RecordedTurn, number: int
+    ) -> ReplayTurn:
+        try:
+            encoded = self.encode(conversation, turn)
+            chunks, steps = self._start(conversation, encoded), 0
+            tokens: list[int] = []
+            for chunk in chunks:
+                steps += bool(chunk.prompt_rows)
+                tokens += chunk.tokens
+        except RequestError as e:
+            return ReplayTurn(conversation=conversation.name, turn=number, error=str(e))
+        report = self.session.report()
+        answer = self._answer(conversation, encoded, tokens)
+        times = report.timings
+        return ReplayTurn(
+            conversation=conversation.name,
+            turn=number,
+            prompt_tokens=report.usage.prompt_tokens,
+            cached_tokens=report.usage.cached_tokens,
+            answer_tokens=report.completion_tokens,
+            prefill_steps=steps,
+            prefill_ms=times.prefill_ms,
+            ttft_ms=times.ttft_ms,
+            decode_ms=times.decode_ms,
+            swap_ms=report.reuse.swap_ms,
+            cycles=report.spec.cycles,
+            boundary=report.reuse.boundary,
+            why=report.reuse.why,
+            finish="forced" if self.forced is not None else report.finish,
+            calls=len(answer),
+            overlap=None if self.forced is not None else overlap(_calls(turn.answer), answer),
+        )
+
+    def _answer(
+        self, conversation: RecordedConversation, encoded: EncodedTurn, tokens: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        tools = tools_of(list(conversation.tools))
+        answer = Answer(self._tokenizer, encoded.prompt.ids, tools)
+        answer.feed(tokens)
+        answer.end()
+        calls = answer.calls.calls if answer.calls is not None else []
+        return [{"function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+    def _start(self, conversation: RecordedConversation, turn: EncodedTurn) -> Iterator[TokenChunk]:
+        session = self.session
+        talk = Conversation(
+            boundaries=turn.prompt.boundaries if self.reuse else (), session=conversation.name
+        )
+        if self.forced is not None:
+            rows = None if self.forced == "drafter" else self.forced
+            policies: tuple[Policy, ...] = (ForcedAnswer(turn.answer, rows),)
+            request = Request(prompt=turn.prompt.ids, max_tokens=len(turn.answer), talk=talk)
+            drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
+            return session.run(request, drafter, policies)
+        use = None
+        if conversation.tools:
+            use = ToolUse(tools=tools_of(list(conversation.tools)))
+        most = min(LONGEST_ANSWER, session.model.limit - len(turn.prompt.ids))
+        request = Request(
+            prompt=turn.prompt.ids,
+            max_tokens=max(1, most),
+            stop=frozenset(session.manifest.stop_tokens),
+            drafter=session.drafter,
+            grammar=session.call_grammar(use) if use is not None and use.constrained else None,
+            tools=use,
+            talk=talk,
+        )
+        return session.generate(request)
+
+    # ---- text
+
+    def encode(self, conversation: RecordedConversation, turn: RecordedTurn) -> EncodedTurn:
+        """The ids of a turn.
+
+        Raises:
+            RequestError: the template refuses it, or writes an answer in another place than where
+                it lets the model begin one.
+        """
+        prompt = self._render(conversation, turn.messages)
+        answer = dict(turn.answer)
+        if not self.thinking:
+            answer.pop("reasoning_content", None)
+        whole = self._render(conversation, (*turn.messages, answer))
+        # Both end with the beginning of the next answer.
+        begin = prompt[prompt.rindex("<|im_start|>") :] if "<|im_start|>" in prompt else ""
+        written = whole.removesuffix(begin).removesuffix("\n")
+        if not begin or not written.startswith(prompt):
+            raise RequestError(
+                "the chat template must write an answer where the prompt ends (got another text)"
+            )
+        ids = self._tokenizer.encode(written[len(prompt) :])
+        return EncodedTurn(self._encoder.encode(prompt), tuple(ids))
+
+    def _render(self, conversation: RecordedConversation, messages: Sequence[Message]) -> str:
+        # The template of a recorded answer without a text reads the same as that of an empty one.
+        given = [{"content": "", **message} for message in messages]
+        return self._tokenizer.render(given, self.thinking, conversation.tools)
+
+
+def _calls(answer: Message) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = answer.get("tool_calls") or []
+    return calls

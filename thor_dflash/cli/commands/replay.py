@@ -1,0 +1,275 @@
+"""`thor-dflash replay`: replays recorded conversations, and shows what each turn costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import thor_dflash
+from thor_dflash.calib.replay import replay_report
+from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
+from thor_dflash.calib.replay.replay_report import ReplayReport, ReplaySubject, ReplayTurn
+from thor_dflash.cli import output_files
+from thor_dflash.cli.input_files import read_json
+from thor_dflash.config.tree import Config
+from thor_dflash.core import strict_records
+from thor_dflash.core.errors import ConfigError, PlanError, RequestError
+from thor_dflash.core.message_text import show
+from thor_dflash.core.progress import Progress
+
+if TYPE_CHECKING:
+    from thor_dflash.calib.replay.openai_client import OpenAIConnection
+    from thor_dflash.runtime.session import Session
+
+REUSE_MB = 4096
+"""Default memory for the states of earlier turns, MiB: more than one conversation of the trace
+needs at a time."""
+CAPACITY = 33280
+"""Context of random weights, tokens: the trace's longest turn needs 29,200 and a block."""
+CHUNK = 128
+"""Rows of a prefill step of random weights: turns read whole chunks again."""
+LARGEST = 1 << 28
+"""Maximum size of a report as JSON, bytes."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> int:
+    """Replay, and print or draw what was measured. Status 1 if turns are missing."""
+    forced = _check(args)
+    base = _base(args.compare) if args.compare else None
+    trace = read_trace(args.trace).first(args.conversations, args.turns)
+    with (
+        _remote(args, trace) if args.url else _local(args, config, forced, trace, progress) as (
+            subject,
+            turns,
+        )
+    ):
+        report = _measure(subject, turns, trace, progress)
+    progress.close()
+    if base and (changes := base.differs(report)):
+        rule = "--compare must be a replay of the same turns"
+        raise RequestError(f"{rule} (got {'; '.join(changes)})")
+    table = strict_records.encode(report)
+    print(json.dumps(table) if args.json else replay_report.text(report, base), flush=True)
+    if args.html:
+        from thor_dflash.cli.report.replay_page import page
+
+        with output_files.whole(args.html) as file:
+            file.write(page(report, base).encode())
+    if errors := replay_report.failed(report):
+        if len(errors) == len(report.turns):
+            raise PlanError("internal", f"the server must answer a turn (got: {errors[0][2]})")
+        return 1
+    return 0
+
+
+def _check(args: Namespace) -> float | Literal["drafter"] | None:
+    """Check the options before anything is loaded; return how answers are forced."""
+    for option, count in (("conversations", args.conversations), ("turns", args.turns)):
+        if count is not None and count < 1:
+            raise ConfigError(f"--{option} must be at least 1 (got {count})")
+    if args.html:
+        output_files.check(args.html, ".html", "--html")
+    given = vars(args)
+    if args.shape or args.random_weights:
+        given = {
+            "shape": args.shape,
+            "random-weights": args.random_weights,
+            "tokenizer": args.tokenizer,
+            "forced-accept": args.forced_accept,
+        }
+        for option in (name for name, value in given.items() if not value):
+            others = ", ".join(f"--{name}" for name in given if name != option)
+            raise ConfigError(f"--{option} must go with {others} (got none)")
+    if args.reuse_mb is not None and args.reuse_mb < 0:
+        raise ConfigError(f"--reuse-mb must be at least 0 (got {args.reuse_mb})")
+    return _rows(args.forced_accept)
+
+
+def _rows(given: str | None) -> float | Literal["drafter"] | None:
+    if given is None:
+        return None
+    if given == "drafter":
+        return "drafter"
+    try:
+        found = float(given)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found <= 1024:  # the session knows the rows of its blocks
+        raise ConfigError(
+            f"--forced-accept must be a number of tokens per cycle, at least 1, or drafter "
+            f"(got {show(given)})"
+        )
+    return found
+
+
+def _measure(
+    subject: ReplaySubject, turns: Iterator[ReplayTurn], trace: RecordedTrace, progress: Progress
+) -> ReplayReport:
+    found: list[ReplayTurn] = []
+    begun = time.perf_counter()
+    with progress.task("replaying", trace.turns, "turns") as task:
+        for turn in turns:
+            found.append(turn)
+            task.advance(1)
+    wall = time.perf_counter() - begun
+    return ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+
+
+def _base(path: Path) -> ReplayReport:
+    table = strict_records.as_table(value := read_json(path, LARGEST))
+    if table is None:
+        text = f"{path} must be a JSON object, as replay --json prints it"
+        raise RequestError(f"{text} (got {show(value)})")
+    return strict_records.decode(ReplayReport, table, str(path), RequestError)
+
+
+def _subject(args: Namespace, trace: RecordedTrace, target: str, **more: Any) -> ReplaySubject:
+    return ReplaySubject(
+        version=thor_dflash.__version__,
+        trace=trace.sha256,
+        conversations=len(trace.conversations),
+        turns=trace.turns,
+        target=target,
+        thinking=args.thinking == "on",
+        **more,
+    )
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------
+Run = tuple[ReplaySubject, Iterator[ReplayTurn]]
+
+
+def key_headers(path: Path | None) -> dict[str, str]:
+    """The header with the key in a file; none without a file.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    if path is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {strict_records.read_text(path).strip()}"}
+    except (OSError, ValueError) as e:
+        got = e.strerror if isinstance(e, OSError) else e
+        raise RequestError(f"--key-file must be a readable text (got: {got})") from e
+
+
+@contextmanager
+def connected(args: Namespace) -> Iterator[tuple[OpenAIConnection, str]]:
+    """A connection to `--url`, and the model to ask for."""
+    from thor_dflash.calib.replay.openai_client import OpenAIConnection
+
+    with closing(OpenAIConnection(args.url, key_headers(args.key_file))) as connection:
+        yield connection, args.model or connection.model()
+
+
+@contextmanager
+def _remote(args: Namespace, trace: RecordedTrace) -> Iterator[Run]:
+    from thor_dflash.calib.replay.http_replay import HttpReplay
+
+    extra: Mapping[str, Any] = {}
+    if args.body:
+        table = strict_records.as_table(value := read_json(args.body))
+        if table is None:
+            raise RequestError(f"--body must be a JSON object (got {show(value)})")
+        extra = table
+    if args.thinking == "on":
+        extra = {"chat_template_kwargs": {"enable_thinking": True}, **extra}
+    with connected(args) as (connection, model):
+        replay = HttpReplay(connection, model, plain=args.plain, extra=extra)
+        settings = {"model": model, "plain": str(args.plain), "body": json.dumps(extra)}
+        subject = _subject(args, trace, args.url, settings=settings)
+        yield subject, replay.run(trace)
+
+
+# ---- in process ----------------------------------------------------------------------------------
+@contextmanager
+def _local(
+    args: Namespace,
+    config: Config,
+    forced: float | Literal["drafter"] | None,
+    trace: RecordedTrace,
+    progress: Progress,
+) -> Iterator[Run]:
+    from thor_dflash.calib.replay.session_replay import SessionReplay
+
+    megabytes = REUSE_MB if args.reuse_mb is None else args.reuse_mb
+    opened = (
+        random_session(args.shape, args.tokenizer, config, megabytes << 20, progress)
+        if args.shape
+        else _packaged(args, config, megabytes << 20, progress)
+    )
+    with opened as session:
+        replay = SessionReplay(session, forced, args.thinking == "on", reuse=megabytes > 0)
+        model = session.model
+        notes = ["in process: no server, no network"]
+        if args.shape:
+            notes.append(f"{args.shape} with random weights: times are real, texts are not")
+        subject = _subject(
+            args,
+            trace,
+            f"{session.manifest.engine} on {model.engine.device}",
+            forced="" if forced is None else f"{forced:g}" if forced != "drafter" else forced,
+            settings={
+                "package": args.shape or os.fspath(args.package),
+                "drafter": session.drafter,
+                "chunk": str(model.chunk),
+                "block": str(model.block),
+                "capacity": str(model.capacity),
+                "reuse, MB": str(model.reuse >> 20),
+            },
+            notes=tuple(notes),
+        )
+        yield subject, replay.run(trace)
+
+
+@contextmanager
+def _packaged(args: Namespace, config: Config, reuse: int, progress: Progress) -> Iterator[Session]:
+    from thor_dflash.runtime.session import open_session
+
+    with closing(open_session(args.package, config.engine, progress, reuse=reuse)) as session:
+        yield session
+
+
+@contextmanager
+def random_session(
+    shape: str, tokenizer: Path, config: Config, reuse: int, progress: Progress
+) -> Iterator[Session]:
+    """A session of a full-size model with random weights, and the tokenizer of a directory.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    from thor_dflash.builders.synthetic import SHAPES
+    from thor_dflash.cli.commands.bench import hollow, variants
+    from thor_dflash.runtime.decoding.model_runner import ModelRunner
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.measure.random_weights import RandomWeights
+    from thor_dflash.runtime.session import Session
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
+
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(shape)})")
+    chunk = config.engine.chunk or CHUNK
+    sizes = tuple(rows for rows in (32, 64, 128, 256, 512, 1024, 2048) if rows <= chunk)
+    build = dataclasses.replace(config.build, engine="cuda", chunk=chunk, chunks=sizes)
+    engine_config = dataclasses.replace(config.engine, chunk=0)
+    variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
+    text = Tokenizer.load(tokenizer)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        made = hollow(shape, out, variant)
+        fill = RandomWeights(out, engine_config.cubins_directory)
+        with closing(CudaEngine(out, engine_config, progress, fill)) as engine:
+            capacity = config.engine.capacity or CAPACITY
+            sizes = (chunk, *(rows for rows in sizes if rows != chunk))
+            model = ModelRunner(engine, made, capacity, made.block, sizes, reuse)
+            yield Session(model, text)
