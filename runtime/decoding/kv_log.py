@@ -8,10 +8,9 @@ kernels), so their chunks are unknown.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-
-import numpy as np
 
 Digest = bytes
 
@@ -22,11 +21,11 @@ def chunk_digests(tokens: Sequence[int], chunk: int, scope: str) -> tuple[Digest
     256 bits of BLAKE2b: two prompts with the same digest cannot be made, not even on purpose.
     """
     whole = len(tokens) // chunk * chunk
-    ids = np.array(tokens[:whole], np.int64)
+    ids = memoryview(array("q", tokens[:whole]))
     found: list[Digest] = []
     last = blake2b(f"{chunk} {scope}".encode(), digest_size=32).digest()
     for start in range(0, whole, chunk):
-        last = blake2b(last + ids[start : start + chunk].tobytes(), digest_size=32).digest()
+        last = blake2b(last + ids[start : start + chunk], digest_size=32).digest()
         found.append(last)
     return tuple(found)
 

@@ -349,9 +349,9 @@ def check_request(
     vocab = model.manifest.target.vocab
     if not prompt:
         raise RequestError("prompt must have at least one token (got none)")
-    for i, token in enumerate(prompt):
-        if not 0 <= token < vocab:
-            raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
+    if not 0 <= min(prompt) <= max(prompt) < vocab:
+        i, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab)
+        raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
     need = len(prompt) + max_tokens

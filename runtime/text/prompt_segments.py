@@ -7,7 +7,6 @@ those of its turns, one after the other.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ Boundary = Literal["system", "user", "prompt"]
 START = "<|im_start|>"
 KEPT = 32 << 20
 """Characters of turns that are kept, the least recently used of which go first."""
-_TURNS = re.compile(rf"(?={re.escape(START)})")
 _RESULTS = f"{START}user\n<tool_response>"
 
 
@@ -49,7 +47,7 @@ class PromptEncoder:
         Raises:
             RequestError: as Tokenizer.encode.
         """
-        turns = [turn for turn in _TURNS.split(text) if turn] if self._by_turn else [text]
+        turns = _turns(text) if self._by_turn else [text]
         ids: list[int] = []
         ends: list[int] = []
         for turn in turns:
@@ -69,6 +67,11 @@ class PromptEncoder:
             while self._size > KEPT:
                 self._size -= len(self._kept.popitem(last=False)[0])
         return found
+
+
+def _turns(text: str) -> list[str]:
+    begin, *turns = text.split(START)
+    return [*([begin] if begin else []), *(START + turn for turn in turns)]
 
 
 def _boundaries(turns: list[str], ends: list[int]) -> tuple[tuple[int, Boundary], ...]:

@@ -259,7 +259,7 @@ def random_session(
     if shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(shape)})")
     chunk = config.engine.chunk or CHUNK
-    sizes = tuple(rows for rows in (32, 64, 128, 256, 512, 1024, 2048) if rows <= chunk)
+    sizes = tuple(rows for rows in (32, 64, 128, 512, 2048) if rows <= chunk)
     build = dataclasses.replace(config.build, engine="cuda", chunk=chunk, chunks=sizes)
     engine_config = dataclasses.replace(config.engine, chunk=0)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))

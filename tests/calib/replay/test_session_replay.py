@@ -1,0 +1,139 @@
+"""A recorded trace on a session: what is reused is what the design says, states are those of a full
+prefill, and forced answers leave the state of the recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.constrained_model import package
+from support.recorded_traces import TEMPLATE, rows, write
+
+from thor_dflash.calib.replay import session_replay
+from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
+from thor_dflash.calib.replay.replay_report import ReplayTurn, totals
+from thor_dflash.calib.replay.session_replay import EncodedTurn, SessionReplay
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.proposers import NoDrafter
+from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.session.turn_cache import TurnCache
+
+CHUNK = 32
+TURNS = 6
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    made = package(template=TEMPLATE)
+    with closing(open_session(made, EngineConfig(threads=1), Silent(), reuse=8 << 20)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> RecordedTrace:
+    return read_trace(write(tmp_path_factory.mktemp("trace") / "t.jsonl", rows(2, TURNS)))
+
+
+Replayed = tuple[list[ReplayTurn], dict[str, bytes]]
+
+
+def replayed(session: Session, trace: RecordedTrace, *, reuse: bool) -> Replayed:
+    """The turns, and every byte of the state after the last one."""
+    session.turns = TurnCache(session.model)
+    session.model.state.log.chunks.clear()
+    found = list(SessionReplay(session, 4.5, reuse=reuse).run(trace))
+    assert [turn.error for turn in found] == [""] * 2 * TURNS
+    arrays = session.model.state.snapshot().arrays
+    return found, {name: array.tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def reused(session: Session, trace: RecordedTrace) -> Replayed:
+    return replayed(session, trace, reuse=True)
+
+
+@pytest.fixture(scope="module")
+def whole(session: Session, trace: RecordedTrace) -> Replayed:
+    return replayed(session, trace, reuse=False)
+
+
+@pytest.fixture(scope="module")
+def texts(session: Session, trace: RecordedTrace) -> list[EncodedTurn]:
+    replay = SessionReplay(session, 4.5)
+    return [replay.encode(c, turn) for c in trace.conversations for turn in c.turns]
+
+
+def test_every_turn_continues_from_the_last_whole_chunk_of_the_one_before(
+    reused: Replayed, texts: list[EncodedTurn]
+) -> None:
+    for i, (turn, text) in enumerate(zip(reused[0], texts, strict=True)):
+        held = {kind: at // CHUNK * CHUNK for at, kind in texts[i - 1].prompt.boundaries}
+        first = held["system"] if i else 0
+        assert turn.cached_tokens == (held["prompt"] if turn.turn > 1 else first)
+        assert turn.prompt_tokens == len(text.prompt.ids)
+        assert turn.answer_tokens == len(text.answer)
+        assert (turn.finish, turn.calls) == ("forced", 1)
+        assert turn.prefill_steps == -(-(len(text.prompt.ids) - 1 - turn.cached_tokens) // CHUNK)
+
+
+def test_the_work_before_a_first_token_does_not_depend_on_the_history(
+    reused: Replayed, whole: Replayed, texts: list[EncodedTurn]
+) -> None:
+    """Prefill steps, which are the same on every machine, follow from the new tokens alone."""
+    for i, turn in enumerate(reused[0]):
+        if turn.turn > 1 and turn.prefill_steps is not None:
+            new = len(texts[i].prompt.ids) - len(texts[i - 1].prompt.ids)
+            assert 0 <= turn.prefill_steps - new // CHUNK <= 2
+    steps = [turn.prefill_steps for turn in whole[0]]
+    assert steps == [-(-(len(text.prompt.ids) - 1) // CHUNK) for text in texts]
+    assert totals(whole[0], 2 * TURNS, 1.0).cached_tokens == 0
+
+
+def test_the_state_after_a_replay_is_that_without_reuse(reused: Replayed, whole: Replayed) -> None:
+    assert reused[1] == whole[1]
+
+
+def test_a_forced_answer_leaves_the_state_of_that_answer(
+    session: Session, trace: RecordedTrace, texts: list[EncodedTurn]
+) -> None:
+    """Whatever is assumed: the ids are committed, and the next token is the one after them."""
+    text = texts[0]
+    after = Request(prompt=(*text.prompt.ids, *text.answer), max_tokens=1)
+    found: set[tuple[int, ...]] = set()
+    for rows_ in (1.0, 4.5, 16.0, "drafter"):
+        one = trace.first(1, 1)
+        [turn] = SessionReplay(session, rows_).run(one)
+        assert turn.answer_tokens == len(text.answer)
+        assert session.model.state.length == len(text.prompt.ids) - 1 + len(text.answer)
+        if rows_ == 16.0:
+            assert turn.cycles == -(-len(text.answer) // 16)
+        found |= {tuple(t for c in session.run(after, NoDrafter()) for t in c.tokens)}
+    assert len(found) == 1
+
+
+def test_an_answer_of_the_model_is_scored_and_not_forced(
+    session: Session, trace: RecordedTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_replay, "LONGEST_ANSWER", 8)
+    [turn] = SessionReplay(session).run(trace.first(1, 1))
+    assert turn.finish in ("stop", "length", "grammar_dead_end")
+    assert turn.overlap is not None
+
+
+def test_a_turn_that_does_not_fit_ends_its_conversation(session: Session, tmp_path: Path) -> None:
+    long = read_trace(write(tmp_path / "t.jsonl", rows(2, 16)))
+    found = list(SessionReplay(session, 16.0).run(long))
+    assert [turn.conversation for turn in found if turn.error] == ["c0", "c1"]
+    assert "max_tokens" in found[-1].error
+    assert totals(found, long.turns, 1.0).missing == long.turns - len(found) + 2
+
+
+@pytest.mark.parametrize("rows_", [0.5, 17.0])
+def test_rows_that_no_block_has(session: Session, rows_: float) -> None:
+    with pytest.raises(RequestError):
+        SessionReplay(session, rows_)

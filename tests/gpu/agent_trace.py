@@ -1,0 +1,284 @@
+"""Replays a recorded trace on the full-size model with random weights and forced answers, and times
+the copies of kept states.
+
+    python tests/gpu/agent_trace.py TRACE.jsonl --tokenizer DIR --accept 4.5 [--whole NAME]
+        [--copies] [--memory] [--seconds S] [--reports DIR]
+
+Times are those of a planner with an assumed acceptance. `--whole` also replays one conversation
+without reuse, in prefill steps of WHOLE_CHUNK rows. Prints figures, as `thor-dflash bench` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)]
+
+import thor_dflash
+from thor_dflash.calib.replay import replay_report
+from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
+from thor_dflash.calib.replay.replay_report import ReplayReport, ReplaySubject, ReplayTurn
+from thor_dflash.calib.replay.session_replay import SessionReplay
+from thor_dflash.cli.commands.replay import random_session
+from thor_dflash.cli.report.replay_page import page
+from thor_dflash.config.tree import Config
+from thor_dflash.core import strict_records
+from thor_dflash.core.progress import Progress as Reporter
+from thor_dflash.core.progress import choose
+from thor_dflash.runtime.decoding.proposers import DflashDrafter
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.measure.bench_report import LINEARS, THOR_READ, Figure, table
+from thor_dflash.runtime.measure.cuda_bench import CudaBench
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
+
+SHAPE = "qwen3.6-27b"
+CHUNK, WHOLE_CHUNK = 128, 512
+REUSE = 8 << 30
+KV_ROWS = 13_440
+"""Rows of the caches that are copied out and in: 105 chunks, the median prompt of the trace."""
+CONVERSATIONS, TURNS = 200, 400
+"""Of the test of memory."""
+ROUNDS = 10
+SHARE = 0.795
+"""Share of its read rate at which an H100 runs a cycle: bench-2.json."""
+REFERENCE_S, VENDOR_S = 157 * 60, 24.5 * 60
+"""MLPerf's reference on a Thor, and what a vendor's "6.4 times faster" makes of it if it is meant
+against that."""
+
+
+def replayed(
+    session: Session, trace: RecordedTrace, accept: float, reuse: bool, until: float
+) -> ReplayReport:
+    """Replay until the trace or the time ends."""
+    found: list[ReplayTurn] = []
+    begun = time.perf_counter()
+    for turn in SessionReplay(session, accept, reuse=reuse).run(trace):
+        found.append(turn)
+        if time.perf_counter() > until:
+            break
+    wall = time.perf_counter() - begun
+    subject = ReplaySubject(
+        version=thor_dflash.__version__,
+        trace=trace.sha256,
+        conversations=len(trace.conversations),
+        turns=trace.turns,
+        target=f"cuda on {session.model.engine.device}",
+        forced=f"{accept:g}",
+        settings={"package": SHAPE, "chunk": str(session.model.chunk), "reuse": str(reuse)},
+        notes=(f"{SHAPE} with random weights: times are real, texts are not",),
+    )
+    return ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+
+
+def figures(section: str, report: ReplayReport) -> Iterator[Figure]:
+    """The totals of a replay."""
+    t = report.totals
+    values: dict[str, tuple[float | None, str]] = {
+        "turns answered": (t.answered, ""),
+        "turns missing": (t.missing, ""),
+        "wall time": (t.wall_s, "s"),
+        "prefill": (t.prefill_s, "s"),
+        "decode": (t.decode_s, "s"),
+        "prompt tokens": (t.prompt_tokens, ""),
+        "prompt tokens read": (t.read_tokens, ""),
+        "prefill steps": (t.prefill_steps, ""),
+        "answer tokens": (t.answer_tokens, ""),
+        "cycles": (t.cycles, ""),
+        "tokens per cycle": (t.tokens_per_cycle, ""),
+        "enqueuing copies before prefills": (
+            sum(turn.swap_ms or 0.0 for turn in report.turns) / 1e3, "s",
+        ),
+    }  # fmt: skip
+    if t.ttft_ms is not None:
+        for name in ("p50", "p90", "p99", "high"):
+            values[f"time to first token, {name}"] = (vars_of(t.ttft_ms)[name], "ms")
+    for name, (value, unit) in values.items():
+        if value is not None:
+            yield Figure(section, name, value, unit)
+
+
+def vars_of(spread: replay_report.ReplaySpread) -> dict[str, float]:
+    """Its fields."""
+    return dataclasses.asdict(spread)
+
+
+def predicted(session: Session, report: ReplayReport) -> Iterator[Figure]:
+    """A Thor's time for the same bytes. Reading bounds a cycle; a prefill step of 128 rows is
+    bound by arithmetic as well, for which nothing was measured on a Thor: the bytes give the least.
+    """
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    runner = Runner(engine.driver, Config().engine.cubins_directory)
+    bench = CudaBench(engine, session.model, runner, {}, 0)
+    weights = sum(bench.bytes(name, LINEARS) for name in ("verify", "propose", "observe"))
+    fixed, per_token = weights + bench.state_bytes(), bench.cache_bytes()
+    reads = sum(
+        (t.cycles or 0) * (fixed + per_token * (t.prompt_tokens or 0)) for t in report.turns
+    )
+    prefill = bench.bytes("verify", LINEARS) + bench.state_bytes()
+    steps = sum(
+        (t.prefill_steps or 0) * (prefill + per_token * (t.prompt_tokens or 0))
+        for t in report.turns
+    )
+    section = "predicted on a Jetson Thor"
+    yield Figure(section, "bytes of all cycles", reads / 1e12, "TB")
+    yield Figure(section, "bytes of all prefill steps", steps / 1e12, "TB")
+    for label, share in (("at the share of an H100", SHARE), ("at the whole read rate", 1.0)):
+        decode, read = reads / THOR_READ / share, steps / THOR_READ / share
+        yield Figure(section, f"decode {label}", decode / 60, "min")
+        yield Figure(section, f"prefill {label}, at least", read / 60, "min")
+        yield Figure(section, f"both {label}, at least", (decode + read) / 60, "min")
+    yield Figure(section, "MLPerf's reference on a Thor", REFERENCE_S / 60, "min", "llama.cpp, Q4")
+    yield Figure(
+        section, "a vendor's, implied", VENDOR_S / 60, "min", "6.4 times that, if meant so"
+    )
+
+
+# ---- copies and memory ---------------------------------------------------------------------------
+def timed(session: Session, work: Callable[[], None]) -> tuple[float, float]:
+    """Median milliseconds on the device and of the host alone."""
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    whole: list[float] = []
+    host: list[float] = []
+    for _ in range(ROUNDS + 2):
+        engine.driver.synchronize()
+        start = time.perf_counter()
+        work()
+        host.append(1e3 * (time.perf_counter() - start))
+        engine.driver.synchronize()
+        whole.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(whole[2:]), statistics.median(host[2:])
+
+
+def copies(session: Session) -> Iterator[Figure]:
+    """The light state and the caches of KV_ROWS tokens, each out and in."""
+    engine, pages = session.model.engine, session.turns.layout()
+    chunks = KV_ROWS // session.model.chunk
+
+    def light(copy: Callable[..., None]) -> None:
+        for page_at, parts in enumerate(pages.light):
+            copy(page_at * pages.nbytes, parts)
+
+    def caches(copy: Callable[..., None]) -> None:
+        for index in range(chunks):
+            copy(index * pages.nbytes, pages.chunk_rows(index, session.model.chunk))
+
+    for name, work, size in (
+        ("light state", light, pages.light_bytes),
+        (f"caches of {KV_ROWS:,} tokens", caches, chunks * pages.cache_bytes),
+    ):
+        yield Figure("copies", f"{name}, bytes", size / 1e6, "MB")
+        for label, copy in (("out", engine.swap_out), ("in", engine.swap_in)):
+            ms, host = timed(session, lambda work=work, copy=copy: work(copy))
+            rate = 2 * size / ms / 1e6
+            note = f"{rate:.0f} GB/s read and written; {host:.2f} ms of them on the host"
+            yield Figure("copies", f"{name}, {label}", ms, "ms", note)
+
+
+def memory(session: Session) -> Iterator[Figure]:
+    """Turns of many conversations in random order, in REUSE bytes."""
+    engine, random = session.model.engine, Random(7)
+    assert isinstance(engine, CudaEngine)
+    texts = [[random.randrange(200_000) for _ in range(random.randint(130, 300))]
+             for _ in range(CONVERSATIONS)]  # fmt: skip
+    free: list[int] = []
+    for turn in range(TURNS):
+        who = random.randrange(CONVERSATIONS)
+        ids = texts[who]
+        ids += [random.randrange(200_000) for _ in range(random.randint(20, 130))]
+        talk = Conversation(boundaries=((len(ids), "prompt"),), session=f"c{who}")
+        request = Request(prompt=tuple(ids), max_tokens=2, talk=talk)
+        for _ in session.run(request, DflashDrafter()):
+            pass
+        if turn % 20 == 19:
+            free.append(engine.driver.free_memory())
+    totals, pages = session.turns.totals, session.turns.layout()
+    change = f"least change of free memory over {TURNS} turns"
+    yield Figure("memory", f"{change} after the first 20", (free[0] - free[-1]) / 1e6, "MB")
+    yield Figure("memory", "conversations", CONVERSATIONS, "")
+    yield Figure("memory", "reserved for reuse", pages.count * pages.nbytes / 1e9, "GB")
+    yield Figure("memory", "in use", session.turns.bytes / 1e9, "GB")
+    yield Figure("memory", "boundaries kept", len(session.turns), "")
+    yield Figure("memory", "boundaries evicted", totals.evicted, "")
+    yield Figure("memory", "swapped out", totals.swapped_out / 1e9, "GB")
+    yield Figure("memory", "swapped in", totals.swapped_in / 1e9, "GB")
+    yield Figure("memory", "tokens not read", totals.hits, "", f"of {totals.queries:,}")
+
+
+# ---- main ----------------------------------------------------------------------------------------
+def measure(args: argparse.Namespace, reporter: Reporter) -> Iterator[Figure]:
+    """Everything that was asked for."""
+    until = time.perf_counter() + args.seconds
+    trace = read_trace(args.trace)
+    config = Config()
+    engine = dataclasses.replace(config.engine, chunk=WHOLE_CHUNK)
+    config = dataclasses.replace(config, engine=engine)
+    with random_session(SHAPE, args.tokenizer, config, REUSE, reporter) as session:
+        found = [one for one in trace.conversations if one.name == args.whole]
+        if found:  # first: the size of a step is set before the states that are kept
+            with reporter.task("without reuse"):
+                part = RecordedTrace(trace.sha256, tuple(found))
+                report = replayed(session, part, args.accept, False, until)
+            yield from figures(f"{args.whole} without reuse, steps of {WHOLE_CHUNK}", report)
+            save(args, f"whole-{args.whole}", report)
+        session.model.chunk = CHUNK
+        session.turns = TurnCache(session.model)
+        session.model.state.log.chunks.clear()
+        with reporter.task("replaying"):
+            report = replayed(session, trace, args.accept, True, until)
+        yield from figures(f"trace, steps of {CHUNK}", report)
+        yield Figure("trace", "swapped out", session.turns.totals.swapped_out / 1e9, "GB")
+        yield Figure("trace", "swapped in", session.turns.totals.swapped_in / 1e9, "GB")
+        yield from predicted(session, report)
+        save(args, f"accept-{args.accept:g}", report)
+        if args.copies:
+            yield from copies(session)
+        if args.memory:
+            session.turns = TurnCache(session.model)
+            session.model.state.log.chunks.clear()
+            yield from memory(session)
+
+
+def save(args: argparse.Namespace, name: str, report: ReplayReport) -> None:
+    """Write a whole report and its page to `--reports`."""
+    if args.reports:
+        args.reports.mkdir(exist_ok=True)
+        text = json.dumps(strict_records.encode(report))
+        (args.reports / f"{name}.json").write_text(text, encoding="utf-8")
+        (args.reports / f"{name}.html").write_text(page(report), encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--accept", type=float, required=True)
+    parser.add_argument("--whole", default="")
+    parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--reports", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    args = parser.parse_args(arguments)
+    reporter = choose(sys.stderr)
+    rows = list(measure(args, reporter))
+    reporter.close()
+    print(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) if args.json else table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
