@@ -74,14 +74,15 @@ class SessionReplay:
         """Answer every turn. An error ends its conversation."""
         for conversation in trace.conversations:
             for index, turn in enumerate(conversation.turns):
-                found = self._turn(conversation, turn, index + 1)
+                found = self.answer(conversation, turn, index + 1)
                 yield found
                 if found.error:
                     break
 
-    def _turn(
+    def answer(
         self, conversation: RecordedConversation, turn: RecordedTurn, number: int
     ) -> ReplayTurn:
+        """Answer one turn; `number` is its place in the conversation, from 1."""
         try:
             encoded = self.encode(conversation, turn)
             chunks, steps = self._start(conversation, encoded), 0
@@ -92,7 +93,7 @@ class SessionReplay:
         except RequestError as e:
             return ReplayTurn(conversation=conversation.name, turn=number, error=str(e))
         report = self.session.report()
-        answer = self._answer(conversation, encoded, tokens)
+        calls = self._calls(conversation, encoded, tokens)
         times = report.timings
         return ReplayTurn(
             conversation=conversation.name,
@@ -109,11 +110,11 @@ class SessionReplay:
             boundary=report.reuse.boundary,
             why=report.reuse.why,
             finish="forced" if self.forced is not None else report.finish,
-            calls=len(answer),
-            overlap=None if self.forced is not None else overlap(_calls(turn.answer), answer),
+            calls=len(calls),
+            overlap=None if self.forced is not None else overlap(_recorded(turn.answer), calls),
         )
 
-    def _answer(
+    def _calls(
         self, conversation: RecordedConversation, encoded: EncodedTurn, tokens: Sequence[int]
     ) -> list[dict[str, Any]]:
         tools = tools_of(list(conversation.tools))
@@ -179,6 +180,6 @@ class SessionReplay:
         return self._tokenizer.render(given, self.thinking, conversation.tools)
 
 
-def _calls(answer: Message) -> list[dict[str, Any]]:
+def _recorded(answer: Message) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = answer.get("tool_calls") or []
     return calls

@@ -1,11 +1,13 @@
 """Replays a recorded trace on the full-size model with random weights and forced answers, and times
 the copies of kept states.
 
-    python tests/gpu/agent_trace.py TRACE.jsonl --tokenizer DIR --accept 4.5 [--whole NAME]
-        [--copies] [--memory] [--seconds S] [--reports DIR]
+    python tests/gpu/agent_trace.py TRACE.jsonl --tokenizer DIR --accept 4.5 [--also 3.5 5.9]
+        [--whole NAME] [--copies] [--memory] [--seconds S] [--reports DIR]
 
-Times are those of a planner with an assumed acceptance. `--whole` also replays one conversation
-without reuse, in prefill steps of WHOLE_CHUNK rows. Prints figures, as `thor-dflash bench` does.
+Times are those of a planner with an assumed acceptance. `--also`: every EVERY-th turn is answered
+again with these, from the same state, to see that a cycle takes the same time; totals for them are
+computed from the cycles of every turn. `--whole`: at the end one conversation without reuse, in
+prefill steps of WHOLE_CHUNK rows. Prints figures, as `thor-dflash bench` does.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -50,6 +54,7 @@ KV_ROWS = 13_440
 CONVERSATIONS, TURNS = 200, 400
 """Of the test of memory."""
 ROUNDS = 10
+EVERY = 12
 SHARE = 0.795
 """Share of its read rate at which an H100 runs a cycle: bench-2.json."""
 REFERENCE_S, VENDOR_S = 157 * 60, 24.5 * 60
@@ -57,28 +62,88 @@ REFERENCE_S, VENDOR_S = 157 * 60, 24.5 * 60
 against that."""
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A turn that was answered again from the same state."""
+
+    accept: float
+    first: ReplayTurn
+    second: ReplayTurn
+
+
 def replayed(
-    session: Session, trace: RecordedTrace, accept: float, reuse: bool, until: float
-) -> ReplayReport:
+    session: Session,
+    trace: RecordedTrace,
+    args: argparse.Namespace,
+    until: float,
+    *,
+    reuse: bool,
+) -> tuple[ReplayReport, list[Again]]:
     """Replay until the trace or the time ends."""
     found: list[ReplayTurn] = []
+    again: list[Again] = []
+    aside = 0.0
     begun = time.perf_counter()
-    for turn in SessionReplay(session, accept, reuse=reuse).run(trace):
+    for turn in SessionReplay(session, args.accept, reuse=reuse).run(trace):
         found.append(turn)
-        if time.perf_counter() > until:
+        start = time.perf_counter()
+        if start > until:
             break
-    wall = time.perf_counter() - begun
+        if reuse and len(found) % EVERY == 0 and not turn.error:
+            again += [Again(a, turn, repeated(session, trace, turn, a)) for a in args.also]
+            aside += time.perf_counter() - start
+    wall = time.perf_counter() - begun - aside
     subject = ReplaySubject(
         version=thor_dflash.__version__,
         trace=trace.sha256,
         conversations=len(trace.conversations),
         turns=trace.turns,
         target=f"cuda on {session.model.engine.device}",
-        forced=f"{accept:g}",
-        settings={"package": SHAPE, "chunk": str(session.model.chunk), "reuse": str(reuse)},
+        forced=f"{args.accept:g}",
+        settings={
+            "package": SHAPE, "chunk": str(session.model.chunk), "reuse": str(reuse),
+            "capacity": str(session.model.capacity),
+        },
         notes=(f"{SHAPE} with random weights: times are real, texts are not",),
-    )
-    return ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+    )  # fmt: skip
+    report = ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+    return report, again
+
+
+def repeated(session: Session, trace: RecordedTrace, turn: ReplayTurn, accept: float) -> ReplayTurn:
+    """Answer a turn again."""
+    [conversation] = [one for one in trace.conversations if one.name == turn.conversation]
+    replay = SessionReplay(session, accept)
+    return replay.answer(conversation, conversation.turns[turn.turn - 1], turn.turn)
+
+
+def cycles_of(tokens: int, accept: float) -> int:
+    """Cycles of a forced answer."""
+    return next(n for n in range(tokens + 1) if math.floor(n * accept) >= tokens)
+
+
+def others(report: ReplayReport, again: list[Again]) -> Iterator[Figure]:
+    """Decoding with other acceptances: the cycles of every turn, each as long as this turn's."""
+    good = [turn for turn in report.turns if turn.cycles and turn.decode_ms]
+    for accept in dict.fromkeys(one.accept for one in again):
+        section = f"trace with {accept:g} tokens per cycle, computed"
+        each = [
+            (t.decode_ms or 0.0) / (t.cycles or 1) * cycles_of(t.answer_tokens or 0, accept)
+            for t in good
+        ]
+        mine = [one for one in again if one.accept == accept]
+        measured = sum(one.second.decode_ms or 0.0 for one in mine)
+        want = sum(
+            (one.first.decode_ms or 0.0) / (one.first.cycles or 1) * (one.second.cycles or 0)
+            for one in mine
+        )
+        decode = sum(each) / 1e3
+        prefill = report.totals.prefill_s or 0.0
+        note = f"{len(mine)} turns answered again took {measured / want:.3f} times what it gives"
+        cycles = sum(cycles_of(t.answer_tokens or 0, accept) for t in good)
+        yield Figure(section, f"cycles at {accept:g}", cycles, "")
+        yield Figure(section, f"decode at {accept:g}", decode, "s", note)
+        yield Figure(section, f"prefill and decode at {accept:g}", prefill + decode, "s")
 
 
 def figures(section: str, report: ReplayReport) -> Iterator[Figure]:
@@ -132,6 +197,8 @@ def predicted(session: Session, report: ReplayReport) -> Iterator[Figure]:
         for t in report.turns
     )
     section = "predicted on a Jetson Thor"
+    per_cycle = reads / max(1, sum(t.cycles or 0 for t in report.turns))
+    yield Figure(section, "bytes of a cycle, mean", per_cycle / 1e9, "GB")
     yield Figure(section, "bytes of all cycles", reads / 1e12, "TB")
     yield Figure(section, "bytes of all prefill steps", steps / 1e12, "TB")
     for label, share in (("at the share of an H100", SHARE), ("at the whole read rate", 1.0)):
@@ -191,7 +258,7 @@ def memory(session: Session) -> Iterator[Figure]:
     """Turns of many conversations in random order, in REUSE bytes."""
     engine, random = session.model.engine, Random(7)
     assert isinstance(engine, CudaEngine)
-    texts = [[random.randrange(200_000) for _ in range(random.randint(130, 300))]
+    texts = [[random.randrange(200_000) for _ in range(random.randint(40, 200))]
              for _ in range(CONVERSATIONS)]  # fmt: skip
     free: list[int] = []
     for turn in range(TURNS):
@@ -226,29 +293,39 @@ def measure(args: argparse.Namespace, reporter: Reporter) -> Iterator[Figure]:
     engine = dataclasses.replace(config.engine, chunk=WHOLE_CHUNK)
     config = dataclasses.replace(config, engine=engine)
     with random_session(SHAPE, args.tokenizer, config, REUSE, reporter) as session:
-        found = [one for one in trace.conversations if one.name == args.whole]
-        if found:  # first: the size of a step is set before the states that are kept
-            with reporter.task("without reuse"):
-                part = RecordedTrace(trace.sha256, tuple(found))
-                report = replayed(session, part, args.accept, False, until)
-            yield from figures(f"{args.whole} without reuse, steps of {WHOLE_CHUNK}", report)
-            save(args, f"whole-{args.whole}", report)
-        session.model.chunk = CHUNK
-        session.turns = TurnCache(session.model)
-        session.model.state.log.chunks.clear()
-        with reporter.task("replaying"):
-            report = replayed(session, trace, args.accept, True, until)
-        yield from figures(f"trace, steps of {CHUNK}", report)
-        yield Figure("trace", "swapped out", session.turns.totals.swapped_out / 1e9, "GB")
-        yield Figure("trace", "swapped in", session.turns.totals.swapped_in / 1e9, "GB")
-        yield from predicted(session, report)
-        save(args, f"accept-{args.accept:g}", report)
+        steps_of(session, CHUNK)
         if args.copies:
             yield from copies(session)
         if args.memory:
-            session.turns = TurnCache(session.model)
-            session.model.state.log.chunks.clear()
             yield from memory(session)
+            steps_of(session, CHUNK)
+        with reporter.task("replaying"):
+            report, again = replayed(session, trace, args, until, reuse=True)
+        yield from figures(f"trace, steps of {CHUNK}", report)
+        totals = session.turns.totals
+        yield Figure("trace", "swapped out", totals.swapped_out / 1e9, "GB")
+        yield Figure("trace", "swapped in", totals.swapped_in / 1e9, "GB")
+        yield from others(report, again)
+        yield from predicted(session, report)
+        save(args, f"accept-{args.accept:g}", report)
+        found = [one for one in trace.conversations if one.name == args.whole]
+        if found and time.perf_counter() < until:
+            steps_of(session, WHOLE_CHUNK)
+            part = RecordedTrace(trace.sha256, tuple(found))
+            with reporter.task("without reuse"):
+                whole, _ = replayed(session, part, args, until, reuse=False)
+            yield from figures(f"{args.whole} without reuse, steps of {WHOLE_CHUNK}", whole)
+            same = [turn for turn in report.turns if turn.conversation == args.whole]
+            kept = ReplayReport(report.subject, replay_report.totals(same, len(same), 0.0), ())
+            yield from figures(f"{args.whole} with reuse, steps of {CHUNK}", kept)
+            save(args, f"whole-{args.whole}", whole)
+
+
+def steps_of(session: Session, rows: int) -> None:
+    """Read prompts in other steps, with nothing kept."""
+    session.model.chunk = rows
+    session.turns = TurnCache(session.model)
+    session.model.state.log.chunks.clear()
 
 
 def save(args: argparse.Namespace, name: str, report: ReplayReport) -> None:
@@ -266,6 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--accept", type=float, required=True)
+    parser.add_argument("--also", type=float, nargs="*", default=[])
     parser.add_argument("--whole", default="")
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--memory", action="store_true")
