@@ -59,6 +59,16 @@ class ReplaySubject:
     notes: tuple[str, ...] = ()
     """What a reader must know about the numbers."""
 
+    def differs(self, later: ReplaySubject) -> list[str]:
+        """What makes a later replay incomparable."""
+        pairs: Mapping[str, tuple[object, object]] = {
+            "trace": (self.trace[:12], later.trace[:12]),
+            "conversations": (self.conversations, later.conversations),
+            "turns": (self.turns, later.turns),
+            "thinking": (self.thinking, later.thinking),
+        }
+        return [f"{name} {a}, now {b}" for name, (a, b) in pairs.items() if a != b]
+
 
 @dataclass(frozen=True, slots=True)
 class ReplaySpread:
@@ -77,16 +87,16 @@ class ReplayTotals:
     wall_s: float
     answered: int
     missing: int
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    answer_tokens: int | None
-    prefill_steps: int | None
-    prefill_s: float | None
-    decode_s: float | None
-    cycles: int | None
-    ttft_ms: ReplaySpread | None
-    tokens_per_cycle: float | None
-    overlap: float | None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    answer_tokens: int | None = None
+    prefill_steps: int | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    cycles: int | None = None
+    ttft_ms: ReplaySpread | None = None
+    tokens_per_cycle: float | None = None
+    overlap: float | None = None
     """Mean over the turns that have one."""
 
     @property
@@ -104,17 +114,6 @@ class ReplayReport:
     subject: ReplaySubject
     totals: ReplayTotals
     turns: tuple[ReplayTurn, ...]
-
-    def differs(self, later: ReplayReport) -> list[str]:
-        """What makes a later report incomparable."""
-        one, two = self.subject, later.subject
-        pairs: Mapping[str, tuple[object, object]] = {
-            "trace": (one.trace[:12], two.trace[:12]),
-            "conversations": (one.conversations, two.conversations),
-            "turns": (one.turns, two.turns),
-            "thinking": (one.thinking, two.thinking),
-        }
-        return [f"{name} {a}, now {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def totals(turns: Sequence[ReplayTurn], expected: int, wall_s: float) -> ReplayTotals:

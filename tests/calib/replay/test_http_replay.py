@@ -180,8 +180,8 @@ def test_bfcl_without_its_checker_judges_the_form(tmp_path: Path) -> None:
     def answer(body: dict[str, Any]) -> list[object]:
         assert body["tool_choice"] == "auto"
         text = body["messages"][0]["content"]
-        said = {"choices": [{"delta": {"content": "no"}, "finish_reason": "stop"}]}
-        return [said] if text == "irrelevance" else [*CALL[:3], CALL[3] | {"usage": None}]
+        answer = {"choices": [{"delta": {"content": "no"}, "finish_reason": "stop"}]}
+        return [answer] if text == "irrelevance" else [*CALL[:3], CALL[3] | {"usage": None}]
 
     # The second call of CALL has no arguments, which means an empty object.
     with serving(answer) as (_, connection):

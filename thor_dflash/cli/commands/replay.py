@@ -45,17 +45,13 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     forced = _check(args)
     base = _base(args.compare) if args.compare else None
     trace = read_trace(args.trace).first(args.conversations, args.turns)
-    with (
-        _remote(args, trace) if args.url else _local(args, config, forced, trace, progress) as (
-            subject,
-            turns,
-        )
-    ):
+    opened = _remote(args, trace) if args.url else _local(args, config, forced, trace, progress)
+    with opened as (subject, turns):
+        if base and (changes := base.subject.differs(subject)):
+            rule = "--compare must be a replay of the same turns"
+            raise RequestError(f"{rule} (got {'; '.join(changes)})")
         report = _measure(subject, turns, trace, progress)
     progress.close()
-    if base and (changes := base.differs(report)):
-        rule = "--compare must be a replay of the same turns"
-        raise RequestError(f"{rule} (got {'; '.join(changes)})")
     table = strict_records.encode(report)
     print(json.dumps(table) if args.json else replay_report.text(report, base), flush=True)
     if args.html:

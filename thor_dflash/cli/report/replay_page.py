@@ -50,6 +50,7 @@ def page(found: ReplayReport, base: ReplayReport | None = None) -> str:
         slowest=(TURN_TITLES, slowest(found)),
         every=(TURN_TITLES, [turn_row(turn) for turn in turns]),
         failed=failed(found),
+        missing=found.totals.missing,
         settings={"trace": subject.trace, "version": subject.version, **subject.settings},
     )
 
