@@ -43,6 +43,45 @@ class EncodedTurn:
 
 
 @dataclass
+class TurnEncoder:
+    """Turns as the chat template writes them. Turns that were encoded before cost a lookup."""
+
+    tokenizer: Tokenizer
+    thinking: bool = False
+    _encoder: PromptEncoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._encoder = PromptEncoder(self.tokenizer)
+
+    def encode(self, conversation: RecordedConversation, turn: RecordedTurn) -> EncodedTurn:
+        """The ids of a turn.
+
+        Raises:
+            RequestError: the template refuses it, or writes an answer in another place than where
+                it lets the model begin one.
+        """
+        prompt = self._render(conversation, turn.messages)
+        answer = dict(turn.answer)
+        if not self.thinking:
+            answer.pop("reasoning_content", None)
+        whole = self._render(conversation, (*turn.messages, answer))
+        # Both end with the beginning of the next answer.
+        begin = prompt[prompt.rindex("<|im_start|>") :] if "<|im_start|>" in prompt else ""
+        written = whole.removesuffix(begin).removesuffix("\n")
+        if not begin or not written.startswith(prompt):
+            raise RequestError(
+                "the chat template must write an answer where the prompt ends (got another text)"
+            )
+        ids = self.tokenizer.encode(written[len(prompt) :])
+        return EncodedTurn(self._encoder.encode(prompt), tuple(ids))
+
+    def _render(self, conversation: RecordedConversation, messages: Sequence[Message]) -> str:
+        # The template of a recorded answer without a text reads the same as that of an empty one.
+        given = [{"content": "", **message} for message in messages]
+        return self.tokenizer.render(given, self.thinking, conversation.tools)
+
+
+@dataclass
 class SessionReplay:
     """Answers the turns of a trace one after the other, each once the one before has ended."""
 
@@ -52,10 +91,10 @@ class SessionReplay:
     thinking: bool = False
     reuse: bool = True
     """Whether turns name their boundaries. Without, each one reads its whole prompt."""
-    _encoder: PromptEncoder = field(init=False)
+    encoder: TurnEncoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._encoder = PromptEncoder(self._tokenizer)
+        self.encoder = TurnEncoder(self._tokenizer, self.thinking)
         rows = self.session.model.block
         if isinstance(self.forced, float) and not 1 <= self.forced <= rows:
             raise RequestError(
@@ -84,7 +123,7 @@ class SessionReplay:
     ) -> ReplayTurn:
         """Answer one turn; `number` is its place in the conversation, from 1."""
         try:
-            encoded = self.encode(conversation, turn)
+            encoded = self.encoder.encode(conversation, turn)
             chunks, steps = self._start(conversation, encoded), 0
             tokens: list[int] = []
             for chunk in chunks:
@@ -149,35 +188,6 @@ class SessionReplay:
             talk=talk,
         )
         return session.generate(request)
-
-    # ---- text
-
-    def encode(self, conversation: RecordedConversation, turn: RecordedTurn) -> EncodedTurn:
-        """The ids of a turn.
-
-        Raises:
-            RequestError: the template refuses it, or writes an answer in another place than where
-                it lets the model begin one.
-        """
-        prompt = self._render(conversation, turn.messages)
-        answer = dict(turn.answer)
-        if not self.thinking:
-            answer.pop("reasoning_content", None)
-        whole = self._render(conversation, (*turn.messages, answer))
-        # Both end with the beginning of the next answer.
-        begin = prompt[prompt.rindex("<|im_start|>") :] if "<|im_start|>" in prompt else ""
-        written = whole.removesuffix(begin).removesuffix("\n")
-        if not begin or not written.startswith(prompt):
-            raise RequestError(
-                "the chat template must write an answer where the prompt ends (got another text)"
-            )
-        ids = self._tokenizer.encode(written[len(prompt) :])
-        return EncodedTurn(self._encoder.encode(prompt), tuple(ids))
-
-    def _render(self, conversation: RecordedConversation, messages: Sequence[Message]) -> str:
-        # The template of a recorded answer without a text reads the same as that of an empty one.
-        given = [{"content": "", **message} for message in messages]
-        return self._tokenizer.render(given, self.thinking, conversation.tools)
 
 
 def _recorded(answer: Message) -> list[dict[str, Any]]:

@@ -64,8 +64,8 @@ def whole(session: Session, trace: RecordedTrace) -> Replayed:
 
 @pytest.fixture(scope="module")
 def texts(session: Session, trace: RecordedTrace) -> list[EncodedTurn]:
-    replay = SessionReplay(session, 4.5)
-    return [replay.encode(c, turn) for c in trace.conversations for turn in c.turns]
+    encoder = SessionReplay(session, 4.5).encoder
+    return [encoder.encode(c, turn) for c in trace.conversations for turn in c.turns]
 
 
 def test_every_turn_continues_from_the_last_whole_chunk_of_the_one_before(
