@@ -164,9 +164,7 @@ def _marked(value: Any) -> Any:
 
 @lru_cache(KEPT)
 def _compiled(source: str) -> jinja2.Template:
-    env = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     env.filters["tojson"] = _tojson
     # update, not assignment: jinja types the values of its own globals only.
     env.globals.update(_globals())
