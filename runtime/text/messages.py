@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
@@ -74,6 +74,8 @@ def _calls(given: object, where: str) -> list[dict[str, Any]]:
 def _call(call: Mapping[str, object], where: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be function (got {show(call['type'])})")
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id must be a text (got {show(call['id'])})")
     function = as_table(call.get("function")) or {}
     name, arguments = function.get("name"), function.get("arguments", "{}")
     if not isinstance(name, str) or not name:
@@ -81,7 +83,7 @@ def _call(call: Mapping[str, object], where: str) -> dict[str, Any]:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     try:
-        is_object = isinstance(json.loads(arguments), dict)
+        is_object = isinstance(json.loads(arguments, parse_constant=_no_constant), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
@@ -90,6 +92,10 @@ def _call(call: Mapping[str, object], where: str) -> dict[str, Any]:
         )
     check_utf8(f"{where}.function", name + arguments)
     return {"id": call.get("id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(word)  # NaN and Infinity, which Python reads and JSON does not have
 
 
 def _results_in_order(turns: list[ChatTurn]) -> list[ChatTurn]:

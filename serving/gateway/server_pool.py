@@ -1,13 +1,15 @@
 """Several plan servers as one: the least busy ready server gets the next request.
 
 Plans of a session go to the server that already has plans of that session, because only that server
-knows which of them is the newest.
+knows which of them is the newest. Turns of a conversation go to the server that had the last one,
+if others are as busy: it has read the turns before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +26,8 @@ SOON_S = 0.8
 second."""
 LOOK_S = 1.0
 """Interval of the health checks of each server."""
+MAX_CONVERSATIONS = 1024
+"""Most conversations whose last server is remembered."""
 ELSEWHERE: frozenset[Code] = frozenset({"busy", "not_ready", "draining", "unreachable"})
 """Error codes after which another server is tried."""
 
@@ -72,6 +76,8 @@ class ServerPool:
         """Begin to connect to all servers. An event loop must be running."""
         options = _options(config)
         self._active: list[_ActivePlan] = []
+        self._readers: OrderedDict[tuple[str | None, str], Member] = OrderedDict()
+        """The last server of each conversation, by scope and name; the latest is the last."""
         self.members = [
             Member(endpoint, AsyncPlanner(endpoint, options)) for endpoint in config.servers
         ]
@@ -109,6 +115,7 @@ class ServerPool:
         try:
             member, first, events = await self._take(plan)
             try:
+                self._remember(plan.request, member)
                 if not member.model:  # no health check has learned it yet
                     await _error_of(_meet(member))
                 yield member, first
@@ -143,6 +150,14 @@ class ServerPool:
                 )  # the first of equals
         raise error or PlanError("unreachable", "a plan server must be ready (got none)")
 
+    def _remember(self, request: messages.PlanRequest, member: Member) -> None:
+        if request.conversation:
+            key = request.cache_scope, request.conversation
+            self._readers[key] = member
+            self._readers.move_to_end(key)
+            if len(self._readers) > MAX_CONVERSATIONS:
+                self._readers.popitem(last=False)
+
     def _others(self, plan: _ActivePlan) -> list[_ActivePlan]:
         """Return the other plans of its session."""
         session = plan.request.session
@@ -155,9 +170,10 @@ class ServerPool:
     def _at_home(self, member: Member | None, plan: _ActivePlan) -> bool:
         return any(other.member is member for other in self._others(plan))
 
-    def _rank(self, member: Member, plan: _ActivePlan) -> tuple[bool, bool, bool, int]:
+    def _rank(self, member: Member, plan: _ActivePlan) -> tuple[bool, bool, bool, int, bool]:
         """Return the sort key of a server for a plan; the least goes first."""
         prefix = plan.request.prefix_id
+        conversation = plan.request.cache_scope, plan.request.conversation or ""
         return (
             # Even if not ready: only there can this plan displace an older one of its session.
             not self._at_home(member, plan),
@@ -165,6 +181,7 @@ class ServerPool:
             not member.ready,
             prefix is not None and prefix not in member.prefixes,
             member.active,
+            self._readers.get(conversation) is not member,
         )
 
     def _check_elsewhere(self, e: PlanError, plan: _ActivePlan) -> None:

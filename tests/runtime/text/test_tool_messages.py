@@ -112,6 +112,14 @@ def test_results_keep_the_clients_order_where_ids_do_not_say_one() -> None:
             "tool_calls[0].function.arguments",
         ),
         (
+            {"role": "assistant", "content": "", "tool_calls": [call("f", '{"a": NaN}')]},
+            "tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{**call("f", "{}"), "id": [1]}]},
+            "tool_calls[0].id",
+        ),
+        (
             {"role": "assistant", "content": "", "tool_calls": [call("", "{}")]},
             "tool_calls[0].function.name",
         ),

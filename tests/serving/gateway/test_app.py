@@ -107,6 +107,8 @@ def test_models_health_and_metrics(house: Any) -> None:
     assert f'thor_dflash:up{{server="{servers[0]}"}} 1.0' in text
     assert f'thor_dflash:up{{server="{servers[1]}"}} 0.0' in text
     assert 'thor_dflash:request_success_total{finished_reason="stop"' in text
+    for name in ("cache_queries_total", "cache_hits_total", "cache_bytes", "cache_boundaries"):
+        assert f'thor_dflash:prefix_{name}{{server="{servers[0]}"}} 0.0' in text
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert f"thor_dflash:spec_decode_{name}_total" in text
 

@@ -5,12 +5,14 @@ place of the clients of the servers.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.serving.client import Options, PlanRequest, Result, connection
@@ -80,6 +82,7 @@ class Open:
 def pool_of(*planners: Any, **fields: Any) -> ServerPool:
     pool = object.__new__(ServerPool)
     pool._active = []
+    pool._readers = OrderedDict()
     pool.members = [
         Member(f"{i}", planner, **{"model": "mock", **fields}) for i, planner in enumerate(planners)
     ]
@@ -210,6 +213,30 @@ def test_a_prefix_is_looked_for_where_it_is_listed_and_then_everywhere() -> None
     pool.members[1].prefixes = frozenset()  # as before its first health check
     answer(pool, SKILLS)
     assert (len(without.requests), len(having.requests)) == (1, 2)
+
+
+def test_a_conversation_stays_where_it_was_read_unless_others_are_less_busy() -> None:
+    one, other = Fake(), Fake()
+    pool = pool_of(one, other)
+    talk = PlanRequest(prompt="x", conversation="talk", cache_scope="a")
+
+    def asked(request: PlanRequest) -> tuple[int, int]:
+        answer(pool, request)
+        return len(one.requests), len(other.requests)
+
+    pool.members[0].active = 1
+    assert asked(talk) == (0, 1)
+    pool.members[0].active = 0
+    assert asked(talk) == (0, 2)
+    assert asked(structs.replace(talk, cache_scope="b")) == (1, 2)
+    assert asked(PlanRequest(prompt="x")) == (2, 2)
+    pool.members[1].active = 1
+    assert asked(talk) == (3, 2)
+    pool.members[1].active = 0
+    assert asked(talk) == (4, 2)
+    for i in range(server_pool.MAX_CONVERSATIONS + 5):
+        pool._remember(PlanRequest(conversation=str(i)), pool.members[0])
+    assert len(pool._readers) == server_pool.MAX_CONVERSATIONS
 
 
 # --- health checks

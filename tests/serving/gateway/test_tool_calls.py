@@ -72,6 +72,35 @@ def streamed(create: Any, **ask: Any) -> tuple[list[Any], Any]:
     return found, pieces[-1]
 
 
+def test_the_parts_of_several_calls_merge_to_those_of_a_whole_answer() -> None:
+    """As clients merge them, by index; ids differ between calls and between answers."""
+    calls = [("stop", "{}"), ("move_to", ARGUMENTS), ("stop", "{}")]
+    answer, other = (openai_answers.ResponseHeader("mock") for _ in range(2))
+    merged: dict[int, dict[str, Any]] = {}
+    for at, (name, text) in enumerate(calls):
+        parts = [messages.CallDelta(index=at, name=name)]
+        parts += [messages.CallDelta(index=at, arguments=one) for one in text]
+        parts += [messages.CallDelta(index=at, done=True)]
+        for piece in (one for part in parts for one in openai_answers.call_deltas(answer, part)):
+            [delta] = piece["choices"][0]["delta"]["tool_calls"]
+            if (index := delta.pop("index")) not in merged:
+                merged[index] = delta
+            else:
+                assert delta.keys() == {"function"}
+                merged[index]["function"]["arguments"] += delta["function"]["arguments"]
+    results = tuple(
+        messages.CallResult(name=name, arguments=json.loads(text), text=text)
+        for name, text in calls
+    )
+    result = messages.Result(finish_reason="tool_calls", tool_calls=results, text="")
+    whole = [
+        openai_answers.completion(one, result)["choices"][0]["message"]["tool_calls"]
+        for one in (answer, other)
+    ]
+    assert list(merged.values()) == whole[0]
+    assert len({call["id"] for calls in whole for call in calls}) == 6
+
+
 CHOICES: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": "none"}, None),
     ({"tool_choice": "auto"}, "move_to"),
