@@ -29,9 +29,9 @@ written, with numpy_noise's functions, so that all engines agree on equal logits
     rank   allowed logits x by (logit descending, stored row ascending); m is the largest
     z      (x - m) * (1 / temperature)
     top_k  the first top_k ranks
-    top_p  of those, the shortest prefix whose weights sum to at least ceil(top_p * their total);
-           a weight is rint(exp(z) * 2^31), an integer, so that sums do not depend on their order;
-           the product is float64
+    top_p  of those, the shortest prefix whose weights sum to at least ceil(top_p * their total),
+           and to 1; a weight is rint(exp(z) * 2^31), an integer, so that sums do not depend on
+           their order; the product is float64
     min_p  of those, the ones with z >= min_log_p
     draw   the largest z + noise(seed, position, id); among equals the lowest id
 

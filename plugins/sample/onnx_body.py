@@ -61,7 +61,7 @@ def _kept(b: FunctionBuilder, x: Inputs, z: str) -> str:
     total = b.op("Cast", b.sum(weights, 1), to=F64)
     goal = b.op("Ceil", b.op("Mul", total, b.op("Cast", x["top_p"], to=F64)))
     before = b.op("Sub", b.op("CumSum", weights, b.scalar(1)), weights)
-    nucleus = b.op("Less", before, b.cast(goal, I64))
+    nucleus = b.op("Less", before, b.op("Max", b.cast(goal, I64), b.scalar(1)))
     nucleus = b.op("Or", nucleus, b.op("GreaterOrEqual", x["top_p"], b.f32(1.0)))
     near = b.op("GreaterOrEqual", z, x["min_log_p"])
     return b.op("And", nucleus, near)

@@ -43,7 +43,7 @@ def _kept(z: Array, top_k: int, top_p: np.float32, min_log_p: np.float32) -> int
     if top_p < 1 and keep:
         weights = np.rint(exp(z[:keep]) * np.float32(2**WEIGHT_BITS)).astype(np.int64)
         goal = np.ceil(np.float64(top_p) * np.float64(weights.sum())).astype(np.int64)
-        keep = int((np.cumsum(weights) - weights < goal).sum())
+        keep = int((np.cumsum(weights) - weights < max(goal, 1)).sum())
     return min(keep, int((z >= min_log_p).sum()))
 
 

@@ -230,6 +230,7 @@ def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
         ("top_k", 1),
         ("top_k", 5),
         ("top_p", 0.5),
+        ("top_p", 0.0),
         ("min_log_p", -2),
         ("min_log_p", 0),
     ):
