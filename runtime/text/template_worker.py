@@ -156,9 +156,11 @@ def _marked(value: Any) -> Any:
     if isinstance(value, _Number):
         return f"{_MARK}{value}{_MARK}"
     if isinstance(value, dict):
-        return {key: _marked(inner) for key, inner in dict[str, Any](value).items()}
+        table = dict[str, Any](value)  # pyright: ignore[reportUnknownArgumentType]
+        return {key: _marked(inner) for key, inner in table.items()}
     if isinstance(value, list):
-        return [_marked(inner) for inner in list[Any](value)]
+        items = list[Any](value)  # pyright: ignore[reportUnknownArgumentType]
+        return [_marked(inner) for inner in items]
     return value
 
 
