@@ -186,6 +186,8 @@ class StatsReply(ControlReply, frozen=True):
     last: tuple[PlanTimes, ...]
     running: int
     waiting: int
+    reuse: dict[str, int]
+    """As in backend.ReuseCounts."""
     device: HostState
 
 
