@@ -6,9 +6,11 @@ record through QueueHandler and QueueListener costs more than the write that it 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from queue import SimpleQueue
@@ -22,16 +24,20 @@ BATCH_S = 0.1
 it would contend with the others for the interpreter at each event of a plan."""
 
 
+LOG_S = 60.0
+"""Shortest time between two lines of the log that say that events are lost."""
+
+
 class EventLog:
     """Called by the I/O thread only."""
 
-    def __init__(self, path: str) -> None:
-        """Open the file; with "" nothing is written.
+    def __init__(self, path: str, log: Callable[[str], None] = print) -> None:
+        """Open the file; with "" nothing is written. `log` gets why lines are lost.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        self._file = LineFile(path) if path else None
+        self._file = LineFile(path, log) if path else None
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -67,16 +73,19 @@ class EventLog:
 
 class LineFile:
     """A file that lines are appended to. A full disk or a slow reader of a pipe must not end or
-    delay the server: the line is lost, and the next one that is written says how many were.
+    delay the server: the line is lost, the log says so, and the next one that is written says how
+    many were.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, log: Callable[[str], None] = print) -> None:
         """Open it.
 
         Raises:
             ConfigError: it cannot be written.
         """
         self._lost = 0
+        self._log = log
+        self._logged = -math.inf
         try:
             self._file = FileIO(path, "ab", opener=_open)  # unbuffered
         except OSError as e:
@@ -88,18 +97,22 @@ class LineFile:
         """Append a line."""
         if self._lost:
             text = line("lost", {"lines": self._lost}) + text
-        self._lost = 0 if self._write(text) else self._lost + 1
+        problem = self._write(text)
+        self._lost = self._lost + 1 if problem else 0
+        if problem and time.monotonic() >= self._logged + LOG_S:
+            self._logged = time.monotonic()
+            self._log(f"a line of serve.events is lost, and may not be the last one: {problem}")
 
-    def _write(self, text: bytes) -> bool:
-        """Return whether all of it was written."""
+    def _write(self, text: bytes) -> str:
+        """Write all of it or nothing. Returns why it was not written."""
         try:
             done = self._file.write(text) or 0
-        except OSError:
-            return False
+        except OSError as e:
+            return e.strerror or str(e)
         if done < len(text):
             with suppress(OSError):  # a pipe cannot take back the part that was written
                 self._file.truncate(self._file.tell() - done)
-        return done == len(text)
+        return "" if done == len(text) else "there is no space for all of it"
 
     def close(self) -> None:
         """Close the file."""

@@ -87,7 +87,7 @@ class Server:
             ConfigError: an endpoint, a key, the secret or the events file cannot be used.
         """
         token = access.read_token(config.token_file)
-        self._log_event = EventLog(config.events)
+        self._log_event = EventLog(config.events, log)
         self._router = RouterSocket(config)
         self._config = config
         self._load = load

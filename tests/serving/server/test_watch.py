@@ -78,8 +78,8 @@ def full_beyond(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_loses_events_and_counts_them(tmp_path: Path) -> None:
-    path = tmp_path / "events"
-    file = LineFile(str(path))
+    path, log = tmp_path / "events", list[str]()
+    file = LineFile(str(path), log.append)
     file.write(line("state", {"number": 0}))
     with full_beyond(path.stat().st_size + 10):
         for number in (1, 2, 3):
@@ -89,6 +89,8 @@ def test_a_full_disk_loses_events_and_counts_them(tmp_path: Path) -> None:
     file.close()
     written = [(t["event"], t.get("number", t.get("lines"))) for t in lines(path)]
     assert written == [("state", 0), ("lost", 3), ("state", 4), ("state", 5)]
+    assert len(log) == 1
+    assert "serve.events" in log[0]
 
 
 def test_a_slow_plan_leaves_its_steps_and_a_fast_one_does_not(house: Any, tmp_path: Path) -> None:
