@@ -11,6 +11,7 @@ from thor_dflash.runtime.text.tool_calls import Tool
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.replies import ReuseCounts
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.session.admission import Admitted
@@ -64,26 +65,6 @@ class BackendInfo:
     prefill_chunk: int
     """Prompt tokens of a prefill step, the longest step that a cancel has to wait for."""
     features: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReuseCounts:
-    """Automatic reuse since the start of a server, and the memory that it takes."""
-
-    queries: int = 0
-    """Prompt tokens looked up."""
-    hits: int = 0
-    """Of them, tokens that were not read."""
-    evicted: int = 0
-    """Boundaries dropped for lack of memory."""
-    swapped_out: int = 0
-    """Bytes."""
-    swapped_in: int = 0
-    """Bytes."""
-    boundaries: int = 0
-    """Kept now."""
-    bytes: int = 0
-    """In use now."""
 
 
 class PlanRun(Protocol):

@@ -24,7 +24,6 @@ from thor_dflash.serving.planner.backend import (
     BackendInfo,
     PlanRun,
     Prepared,
-    ReuseCounts,
     StopReason,
 )
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
@@ -32,6 +31,7 @@ from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
+from thor_dflash.serving.protocol.replies import ReuseCounts
 
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
 PLAN = (

@@ -27,7 +27,7 @@ from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncode
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
-from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared, ReuseCounts
+from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
@@ -37,6 +37,7 @@ from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
+from thor_dflash.serving.protocol.replies import ReuseCounts
 
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,

@@ -174,6 +174,25 @@ class HostState(Struct, frozen=True, kw_only=True):
     emc_mhz: int | None
 
 
+class ReuseCounts(Struct, frozen=True, kw_only=True):
+    """Automatic reuse since the start of a server, and the memory that it takes."""
+
+    queries: int = 0
+    """Prompt tokens looked up."""
+    hits: int = 0
+    """Of them, tokens that were not read."""
+    evicted: int = 0
+    """Boundaries dropped for lack of memory."""
+    swapped_out: int = 0
+    """Bytes."""
+    swapped_in: int = 0
+    """Bytes."""
+    boundaries: int = 0
+    """Kept now."""
+    bytes: int = 0
+    """In use now."""
+
+
 class StatsReply(ControlReply, frozen=True):
     """The reply to `stats`."""
 
@@ -184,6 +203,7 @@ class StatsReply(ControlReply, frozen=True):
     spec: SpeculationCounts
     percentiles: Latencies
     last: tuple[PlanTimes, ...]
+    reuse: ReuseCounts
     running: int
     waiting: int
     reuse: dict[str, int]

@@ -14,12 +14,13 @@ from msgspec import structs
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import visible
-from thor_dflash.serving.planner.backend import Backend, ReuseCounts
+from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.planner import check_deadline, stop_error
 from thor_dflash.serving.planner.result import requested_parts
 from thor_dflash.serving.protocol import errors, groot, messages, validation
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.protocol.errors import bad_request
+from thor_dflash.serving.protocol.replies import ReuseCounts
 from thor_dflash.serving.server import hello, host_info
 from thor_dflash.serving.server.decode_queue import DecodeQueue
 from thor_dflash.serving.server.event_log import EventLog
@@ -212,7 +213,7 @@ class RequestHandlers:
         now = {**self._counts(), "device": host_info.now()}
         backend = self._lifecycle.backend
         reuse = backend.reuse if backend else ReuseCounts()
-        table = {**self.stats.show(), "reuse": dataclasses.asdict(reuse), **now}
+        table = {**self.stats.show(), "reuse": reuse, **now}
         self._result(peer, request.id, table)
 
     def _counts(self) -> dict[str, int]:

@@ -10,9 +10,10 @@ from support.serving_fixtures import Peer
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.client import Options, RemotePlanner
-from thor_dflash.serving.planner.backend import Prepared, ReuseCounts
+from thor_dflash.serving.planner.backend import Prepared
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.replies import ReuseCounts
 from thor_dflash.serving.transport import curve
 
 
