@@ -206,8 +206,6 @@ class StatsReply(ControlReply, frozen=True):
     reuse: ReuseCounts
     running: int
     waiting: int
-    reuse: dict[str, int]
-    """As in backend.ReuseCounts."""
     device: HostState
 
 
