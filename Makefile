@@ -3,9 +3,10 @@
 # make emulator    every test of the kernels, on the CPU
 # make mutations    plants mistakes and runs the quick tests that must notice them
 # make agents    LangChain and openai-agents against the gateway; installs them
+# make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
-# make clean    removes .venv and what was built
+# make clean    removes .venv, .venv-ros and what was built
 #
 # They set themselves up once (.venv, pinned packages) and need no network after that.
 
@@ -53,6 +54,10 @@ agents: $(DEV_READY)
 	@$(PIP) -q -e '.[agents]'
 	@$(PYTEST) tests/serving/gateway/test_agents.py
 
+ros: $(DEV_READY)
+	@tests/ros2/setup.sh .venv-ros $(BIN)/python
+	@$(PYTEST) tests/ros2
+
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
 
@@ -92,6 +97,6 @@ ifneq ($(origin PYTHON),file)
 endif
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .venv-ros build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator mutations agents demo format interpreter clean
+.PHONY: help test test-full emulator mutations agents ros demo format interpreter clean

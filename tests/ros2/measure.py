@@ -1,0 +1,30 @@
+"""Measures what the node adds: python tests/ros2/measure.py COUNT, with tests/ on the path."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ros2.test_node import Robotics
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        ros = Robotics(Path(directory), "master")
+        began = time.monotonic()
+        ros.server()
+        ros.node()
+        plan = ros.plan()
+        ready = time.monotonic() - began
+        assert plan["state"] == "succeeded"
+        rows = ros.robot("overhead", sys.argv[1])
+        rows.append(["server, node and robot started, first plan answered, s", round(ready, 1), ""])
+        ros.close()
+    print(json.dumps({"ros2": rows}))
+
+
+if __name__ == "__main__":
+    main()

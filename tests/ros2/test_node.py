@@ -1,0 +1,232 @@
+"""The ROS 2 node with real rclpy over a real DDS; server, node and robot are processes.
+
+Needs .venv-ros, which `make ros` makes from wheels (x86-64); skipped without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server_process import RUN
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-ros/bin/python"
+NODE = ROOT / "serving/ros2/thor_dflash_ros"
+ROBOT = Path(__file__).with_name("robot.py")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-ros: make ros"),
+]
+Table = dict[str, Any]
+
+
+def environment(worker: str, logs: Path) -> list[str]:
+    """What starts a process of ROS. Those of one test worker see each other, and no other ROS on
+    this network.
+    """
+    domain = 1 + int(worker.removeprefix("gw") or 0) if worker != "master" else 90
+    # With these two set, the wheels would not look for their libraries.
+    unset = ["-u", "LD_LIBRARY_PATH", "-u", "_ROS_WHEELS_BOOTSTRAP_COMPLETE"]
+    return [
+        "env", *unset, "ROS_AUTOMATIC_DISCOVERY_RANGE=LOCALHOST", f"ROS_DOMAIN_ID={domain}",
+        "RMW_IMPLEMENTATION=rmw_fastrtps_cpp", f"ROS_LOG_DIR={logs}",
+        f"PYTHONPATH={ROOT}:{NODE}", "PYTHONUNBUFFERED=1", str(PYTHON),
+    ]  # fmt: skip
+
+
+class Robotics:
+    """Starts servers, nodes and robots; ends them after the test."""
+
+    def __init__(self, directory: Path, worker: str) -> None:
+        self.directory = directory
+        self.endpoint = f"ipc://{directory}/plan"
+        self.python = environment(worker, directory)
+        self.children: list[subprocess.Popen[str]] = []
+
+    def start(self, command: list[Any], **more: Any) -> subprocess.Popen[str]:
+        child = subprocess.Popen([str(word) for word in command], text=True, **more)
+        self.children.append(child)
+        return child
+
+    def server(self, cycle_ms: int = 20) -> subprocess.Popen[str]:
+        serve = [sys.executable, "-c", RUN, "serve", "--mock", "--mock-cycle-ms", cycle_ms]
+        child = self.start([*serve, "--bind", self.endpoint], stderr=subprocess.PIPE)
+        assert child.stderr
+        assert any(" ready after " in line for line in child.stderr)
+        return child
+
+    def node(self, *arguments: str, **parameters: object) -> subprocess.Popen[str]:
+        given = {"endpoint": self.endpoint, **parameters}
+        words = [word for name, value in given.items() for word in ("-p", f"{name}:={value}")]
+        log = (self.directory / "node.log").open("a")
+        command = ["-m", "thor_dflash_ros.node", "--ros-args", *words, *arguments]
+        return self.start([*self.python, *command], stdout=log, stderr=log)
+
+    def robot_process(self, mode: str, *arguments: object, action: str) -> subprocess.Popen[str]:
+        command = [*self.python, ROBOT, mode, action, *arguments]
+        return self.start(command, stdout=subprocess.PIPE)
+
+    def robot(self, mode: str, *arguments: object, action: str = "/thor_dflash/plan") -> Any:
+        child = self.robot_process(mode, *arguments, action=action)
+        out, _ = child.communicate(timeout=300)
+        assert child.returncode == 0, f"{out}\n{self.log()}"
+        return json.loads(out.splitlines()[-1])["value"]
+
+    def plan(self, **fields: object) -> Table:
+        (value,) = self.robot("plans", json.dumps([fields]))
+        return dict(value)
+
+    def log(self) -> str:
+        path = self.directory / "node.log"
+        return path.read_text() if path.exists() else ""
+
+    def close(self) -> None:
+        for child in self.children:
+            child.send_signal(signal.SIGINT)
+        for child in self.children:
+            try:
+                child.communicate(timeout=5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.communicate()
+        assert "Traceback" not in self.log(), self.log()
+
+
+@pytest.fixture
+def ros(tmp_path: Path, worker_id: str) -> Iterator[Robotics]:
+    it = Robotics(tmp_path, worker_id)
+    yield it
+    it.close()
+
+
+def test_a_goal_gets_steps_and_a_plan_and_refused_goals_say_why(ros: Robotics) -> None:
+    ros.server()
+    (ros.directory / "schemas").mkdir()
+    (ros.directory / "schemas/any.json").write_text('{"type": "object"}')
+    node = ros.node(schema_dir=f"{ros.directory}/schemas", feedback="all")
+    plan = ros.plan(schema="any")
+    assert (plan["state"], plan["error_code"], plan["code"]) == ("succeeded", 0, "")
+    assert plan["steps"] == [step["skill"] for step in plan["plan"]["steps"]]
+    assert len(plan["steps"]) == 3
+    assert plan["first_step_s"] < plan["s"] - 0.05  # a step comes while the plan goes on
+    assert plan["progress"] > 0
+    assert plan["session"] == "thor_dflash"
+    assert ros.robot("latest", "/thor_dflash/latest_plan") == plan["plan"]
+    late = ros.plan(deadline_ms=1)
+    assert (late["state"], late["error_code"]) == ("aborted", 900)
+    assert late["code"] == "deadline_infeasible"
+    assert "min_ms" in late["error_msg"]
+    cut = ros.plan(deadline_ms=250)
+    assert (cut["state"], cut["status"]) == ("succeeded", "partial")
+    whole = ros.plan(deadline_ms=250, whole=True)
+    assert (whole["state"], whole["error_code"], whole["code"]) == ("aborted", 901, "deadline")
+    impossible = ros.plan(json_schema='{"type": "object", "required": ["nothing"]}')
+    assert (impossible["state"], impossible["error_code"]) == ("aborted", 908)
+    wrong: list[Table] = [
+        {"prompt": ""}, {"schema": "none"}, {"messages_json": "[]"}, {"options_json": "[1]"},
+        {"options_json": '{"priority": 1}'}, {"thinking": "maybe"}, {"preempt": 7},
+    ]  # fmt: skip
+    replies = ros.robot("plans", json.dumps(wrong))
+    assert [reply["state"] for reply in replies] == ["rejected"] * len(wrong)
+    assert ros.log().count("goal rejected") == 7
+    fresh, old = ros.robot("stale")
+    assert (fresh["state"], old["state"], old["error_code"]) == ("succeeded", "aborted", 904)
+    node.send_signal(signal.SIGTERM)
+    assert node.wait(10) == 0
+
+
+def test_newer_goals_displace_and_cancels_are_fast(ros: Robotics) -> None:
+    ros.server()
+    ros.node()
+    first, second, other = ros.robot("displace")
+    assert (first["state"], first["error_code"]) == ("aborted", 903)
+    assert second["state"] == other["state"] == "succeeded"
+    assert [plan["state"] for plan in ros.robot("two")] == ["succeeded", "succeeded"]
+    found = ros.robot("cancels", 20, 1)
+    assert set(found["states"]) <= {"canceled", "succeeded"}
+    assert found["states"]["canceled"] > 5
+    assert found["worst_s"] < 0.1 * slack()
+
+
+def test_a_node_that_is_managed(ros: Robotics) -> None:
+    ros.server()
+    ros.node(autostart="false")
+    first, ended, again, again_ended = ros.robot("lifecycle")
+    assert (ended, again_ended) == ("aborted", "aborted")
+    assert first["state"] == again["state"] == "succeeded"
+
+
+def test_a_node_in_a_namespace(ros: Robotics) -> None:
+    ros.server()
+    ros.node("-r", "__ns:=/arm0")
+    (plan,) = ros.robot("plans", action="/arm0/thor_dflash/plan")
+    assert (plan["state"], plan["session"]) == ("succeeded", "arm0_thor_dflash")
+
+
+def test_a_server_that_ends_and_starts_again(ros: Robotics) -> None:
+    ros.node(diagnostics_period_s=0.2)
+    gone = ros.plan()
+    assert (gone["state"], gone["error_code"]) == ("aborted", 907)
+    assert gone["retryable"]
+    server = ros.server()
+    watch = ros.robot_process("watch", 600, action="/thor_dflash/plan")
+    assert watch.stdout
+    assert json.loads(watch.stdout.readline())[0] == 0
+    assert ros.plan()["state"] == "succeeded"
+    server.kill()
+    server.wait()
+    until_level(watch, 2)
+    assert ros.plan()["code"] == "unreachable"
+    ros.server()
+    until_level(watch, 0)
+    assert ros.plan()["state"] == "succeeded"
+    watch.kill()
+
+
+def until_level(watch: subprocess.Popen[str], level: int) -> None:
+    assert watch.stdout
+    assert any(json.loads(line)[0] == level for line in watch.stdout)
+
+
+def test_a_node_that_is_killed_leaves_no_plan_behind(ros: Robotics) -> None:
+    server = ros.server(cycle_ms=400)
+    node = ros.node()
+    robot = ros.robot_process("plans", action="/thor_dflash/plan")
+    time.sleep(4)
+    node.kill()
+    assert server.stderr
+    assert any("ended=cancelled" in line for line in server.stderr)
+    robot.kill()
+
+
+def test_the_node_imports_no_engine(ros: Robotics) -> None:
+    script = (
+        "import sys, thor_dflash_ros.node; "
+        "assert not [m for m in sys.modules if m.startswith('thor_dflash.runtime.session')]; "
+        "assert not {'tokenizers', 'jinja2', 'onnxruntime', 'cuda', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([*ros.python, "-c", script], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_hundred_goals_with_cancels_at_random_moments(ros: Robotics) -> None:
+    ros.server()
+    ros.node()
+    found = ros.robot("cancels", 200, 49)
+    assert sum(found["states"].values()) == 200
+    assert set(found["states"]) <= {"canceled", "succeeded"}
+    assert found["median_s"] < 0.1
+
+
+def slack() -> float:
+    """How much slower than alone this machine may be: its waiting processes per core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
