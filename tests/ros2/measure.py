@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ros2.test_node import Robotics
+from support.ros_processes import Robotics
 
 
 def main() -> None:
