@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import PlanError
+from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE
-from thor_dflash.runtime.grammar.tools import ToolUse
+from thor_dflash.runtime.grammar.tools import ToolUse, call_grammar
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tool_calls import CallPiece, JsonType, Tool, ToolCallParser
 from thor_dflash.serving.planner import result as outcome
@@ -72,6 +72,14 @@ def _spec(tokens: int) -> Speculation:
             sum(size > place for size in sizes) for place in range(1, PER_CYCLE)
         ),
     )
+
+
+def _check_tools(use: ToolUse) -> None:
+    """Refuse what a real server refuses, except for what its compiler does."""
+    try:
+        call_grammar(use, (0, 1))
+    except RequestError as e:
+        raise PlanError("schema_unsupported", errors.refusal(e), field="tools") from e
 
 
 def _checker(schema: Mapping[str, Any]) -> SchemaValidator:
@@ -172,6 +180,8 @@ class MockBackend:
     ) -> Prepared:
         validation.check_values(ask)
         use = tool_use(ask, self.config.tools)
+        if use is not None and use.constrained:
+            _check_tools(use)
         schema = validation.schema_of(ask)
         tokens = _tokens(ask)
         self._check_prefix(name := ask.prefix_id)

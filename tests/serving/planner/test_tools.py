@@ -219,6 +219,16 @@ def test_a_turn_reads_only_what_is_new(planner: LocalPlanner) -> None:
     assert planner.plan(other).usage.cached_tokens == 0
 
 
+def test_the_mock_refuses_the_tools_that_a_server_refuses() -> None:
+    keys = {"x": {"type": "string", "maxLength": "9"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": keys}}}
+    with closing(LocalPlanner(MockBackend(CONFIG))) as mock:
+        with pytest.raises(PlanError, match=r"properties\.x\.maxLength must be") as caught:
+            mock.plan(structs.replace(ASK, tools=(tool,)))
+        assert (caught.value.code, caught.value.field) == ("schema_unsupported", "tools")
+        mock.plan(structs.replace(ASK, tools=(tool,), tool_choice="auto"))
+
+
 def test_the_mock_calls_and_then_answers() -> None:
     with closing(LocalPlanner(MockBackend(CONFIG))) as planner:
         ask = structs.replace(ASK, tool_choice=None)
