@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 import sys
 import time
@@ -25,7 +24,9 @@ from pathlib import Path
 from random import Random
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.agent_thor import REFERENCE_S, SHARE, VENDOR_S, cycles_of
 
 import thor_dflash
 from thor_dflash.calib.replay import replay_report
@@ -55,11 +56,6 @@ CONVERSATIONS, TURNS = 200, 400
 """Of the test of memory."""
 ROUNDS = 10
 EVERY = 12
-SHARE = 0.795
-"""Share of its read rate at which an H100 runs a cycle: bench-2.json."""
-REFERENCE_S, VENDOR_S = 157 * 60, 24.5 * 60
-"""MLPerf's reference on a Thor, and what a vendor's "6.4 times faster" makes of it if it is meant
-against that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +111,6 @@ def repeated(session: Session, trace: RecordedTrace, turn: ReplayTurn, accept: f
     [conversation] = [one for one in trace.conversations if one.name == turn.conversation]
     replay = SessionReplay(session, accept)
     return replay.answer(conversation, conversation.turns[turn.turn - 1], turn.turn)
-
-
-def cycles_of(tokens: int, accept: float) -> int:
-    """Cycles of a forced answer."""
-    return next(n for n in range(tokens + 1) if math.floor(n * accept) >= tokens)
 
 
 def others(report: ReplayReport, again: list[Again]) -> Iterator[Figure]:

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent_trace import REFERENCE_S, SHARE, VENDOR_S, cycles_of
+from support.agent_thor import REFERENCE_S, SHARE, VENDOR_S, cycles_of
 
 from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
 from thor_dflash.calib.replay.replay_report import ReplayReport, ReplayTurn
