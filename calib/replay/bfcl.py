@@ -112,7 +112,7 @@ def _sample(line: str, where: str) -> BfclSample:
 
 
 def judge() -> Judge | None:
-    """BFCL's own checker; None if bfcl-eval is not installed."""
+    """BFCL's own checker; None if bfcl-eval, or one of the many packages it needs, is missing."""
     try:
         from bfcl_eval.constants.enums import Language
         from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker

@@ -92,6 +92,37 @@ def figures(kind: str, pattern: str) -> Callable[[], str]:
     return write
 
 
+def section(kind: str, pattern: str) -> Callable[[], str]:
+    """A table of the figures of the sections that match, as they were recorded."""
+
+    def write() -> str:
+        rows = [row for one in results(kind) for row in one["data"]]
+        found = [row for row in rows if re.search(pattern, row["section"])]
+        if not found:
+            return NOTHING
+        noted = any(row["note"] for row in found)
+        table: Table = [["", "", "unit", *([" "] if noted else [])]]
+        for row in found:
+            value = row["value"]
+            cell = f"{value:,}" if isinstance(value, int) else value
+            table.append([row["name"], cell, row["unit"], *([row["note"]] if noted else [])])
+        return markdown(table)
+
+    return write
+
+
+def section_bars(kind: str, pattern: str) -> Callable[[], str]:
+    """A figure of a section whose values have one unit."""
+
+    def write() -> str:
+        for one in results(kind):
+            if rows := [row for row in one["data"] if re.search(pattern, row["section"])]:
+                return bars([(row["name"], row["value"]) for row in rows], rows[0]["unit"])
+        return NOTHING
+
+    return write
+
+
 def figure_bars(kind: str, pattern: str) -> Callable[[], str]:
     """A figure of the values whose names match, of the last result that has them."""
 
@@ -220,6 +251,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "numerics": table("numerics", "numerics"),
     "builds": table("numerics", "builds"),
     "numerics figure": table_bars("numerics", "builds", 4, "%"),
+    "agent whole": section("agent-whole", "^whole trace$"),
+    "agent design": section("agent-whole", "^design$"),
+    "agent replayed": section("agent-1", "^trace"),
+    "agent figure": section_bars("agent-whole", "^first tokens$"),
+    "agent copies": section("agent-1", "^copies$"),
+    "agent memory": section("agent-1", "^memory$"),
+    "agent thor": section("agent-whole", "^predicted"),
+    "agent overhead": table("turn-overhead", "turn overhead"),
+    "agent sources": sources("agent-whole", "agent-1", "turn-overhead"),
     "bench sources": sources("bench"),
     "attention sources": sources("bench", "contexts"),
     "prefill sources": sources("bench", "prompts", "prefill-steps"),

@@ -50,7 +50,7 @@ def _text(found: bfcl.BfclReport) -> str:
     head = f"{found.samples} samples, {found.failed} without an answer"
     if not found.scored:
         head += (
-            "\nnote: bfcl-eval is not installed: percent of answers whose calls name declared "
-            "functions with an object of arguments; nothing is scored"
+            "\nnote: not scored, bfcl-eval cannot be imported here: percent of answers whose calls "
+            "name declared functions with an object of arguments, or that rightly have none"
         )
     return "\n".join([head, *columns([(name, f"{value:.2f}") for name, value in rows.items()])])
