@@ -4,9 +4,12 @@ prefill, and forced answers leave the state of the recorded ones.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support.constrained_model import package
@@ -14,9 +17,13 @@ from support.recorded_traces import TEMPLATE, rows, write
 
 from thor_dflash.calib.replay import session_replay
 from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
-from thor_dflash.calib.replay.replay_report import ReplayTurn, totals
+from thor_dflash.calib.replay.replay_report import ReplayReport, ReplayTurn, totals
+from thor_dflash.calib.replay.replay_report import text as text_of
 from thor_dflash.calib.replay.session_replay import EncodedTurn, SessionReplay
+from thor_dflash.cli.main import main
+from thor_dflash.cli.report.replay_page import page
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import NoDrafter
@@ -42,24 +49,30 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> RecordedTrace:
 Replayed = tuple[list[ReplayTurn], dict[str, bytes]]
 
 
-def replayed(session: Session, trace: RecordedTrace, *, reuse: bool) -> Replayed:
-    """The turns, and every byte of the state after the last one."""
+def forget(session: Session) -> None:
     session.turns = TurnCache(session.model)
     session.model.state.log.chunks.clear()
-    found = list(SessionReplay(session, 4.5, reuse=reuse).run(trace))
-    assert [turn.error for turn in found] == [""] * 2 * TURNS
-    arrays = session.model.state.snapshot().arrays
-    return found, {name: array.tobytes() for name, array in arrays.items()}
+
+
+def state(session: Session) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in session.model.state.snapshot().arrays.items()}
 
 
 @pytest.fixture(scope="module")
 def reused(session: Session, trace: RecordedTrace) -> Replayed:
-    return replayed(session, trace, reuse=True)
+    forget(session)
+    found = list(SessionReplay(session, 4.5).run(trace))
+    assert [turn.error for turn in found] == [""] * 2 * TURNS
+    return found, state(session)
 
 
 @pytest.fixture(scope="module")
 def whole(session: Session, trace: RecordedTrace) -> Replayed:
-    return replayed(session, trace, reuse=False)
+    """The last turn alone, which reads its whole prompt."""
+    forget(session)
+    last = trace.conversations[-1]
+    found = SessionReplay(session, 4.5, reuse=False).answer(last, last.turns[-1], TURNS)
+    return [found], state(session)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +102,9 @@ def test_the_work_before_a_first_token_does_not_depend_on_the_history(
         if turn.turn > 1 and turn.prefill_steps is not None:
             new = len(texts[i].prompt.ids) - len(texts[i - 1].prompt.ids)
             assert 0 <= turn.prefill_steps - new // CHUNK <= 2
-    steps = [turn.prefill_steps for turn in whole[0]]
-    assert steps == [-(-(len(text.prompt.ids) - 1) // CHUNK) for text in texts]
-    assert totals(whole[0], 2 * TURNS, 1.0).cached_tokens == 0
+    [last] = whole[0]
+    assert last.cached_tokens == 0
+    assert last.prefill_steps == -(-(len(texts[-1].prompt.ids) - 1) // CHUNK)
 
 
 def test_the_state_after_a_replay_is_that_without_reuse(reused: Replayed, whole: Replayed) -> None:
@@ -137,3 +150,31 @@ def test_a_turn_that_does_not_fit_ends_its_conversation(session: Session, tmp_pa
 def test_rows_that_no_block_has(session: Session, rows_: float) -> None:
     with pytest.raises(RequestError):
         SessionReplay(session, rows_)
+
+
+# ---- the command -------------------------------------------------------------------------
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(write(tmp_path / "t.jsonl", rows(2, 2)))
+    made, out, old = str(package(template=TEMPLATE)), tmp_path / "x.html", tmp_path / "old.json"
+    command = ["replay", trace, "--package", made, "--turns", "2", "--forced-accept", "4.5"]
+    command += ["-s", "engine.threads=1", "--reuse-mb", "8"]
+    assert main([*command, "--json", "--html", str(out)]) == 0
+    old.write_text(text := capsys.readouterr().out)
+    report = json.loads(text)
+    assert report["totals"]["answered"] == 4
+    assert report["totals"]["cached_tokens"] > 0
+    assert report["subject"]["forced"] == "4.5"
+    assert {turn["finish"] for turn in report["turns"]} == {"forced"}
+    well_formed(out.read_text())
+    command[command.index("2")] = "1"
+    assert main([*command, "--compare", str(old)]) == 2
+    assert "replaying" not in capsys.readouterr().err, "refused before the work"
+    found = strict_records.decode(ReplayReport, report, "", RequestError)
+    assert re.search(r"of them read +(\d+) +\1\n", text_of(found, found)), "both columns"
+    well_formed(page(found, found))
+
+
+def well_formed(html: str) -> None:
+    """Check a page as XML, and that it loads nothing."""
+    ElementTree.fromstring(re.sub(r"<meta[^>]*>", "", html.replace("<!doctype html>", "")).strip())
+    assert "http" not in html
