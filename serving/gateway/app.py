@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -57,8 +58,25 @@ def application(config: GatewayConfig) -> Starlette:
             Route("/metrics", gateway.metrics),
         ],
         middleware=auth.middleware(config),
+        exception_handlers={404: _not_served, 405: _not_served},
         lifespan=gateway.lifespan,
     )
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    """Answer a request for a path or with a method that no route has."""
+    assert isinstance(error, HTTPException)
+    path, allowed = request.url.path, (error.headers or {}).get("Allow", "")
+    if error.status_code == 405:
+        body = openai_api.no_method(request.method, path, allowed)
+    else:
+        routes = [route.path for route in request.app.routes if "{" not in route.path]
+        body = openai_api.no_path(path, routes)
+    reply = replies.json(body, error.status_code)
+    reply.headers["x-should-retry"] = "false"
+    if allowed:
+        reply.headers["Allow"] = allowed
+    return reply
 
 
 class Gateway:

@@ -377,25 +377,35 @@ def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
     """Return OpenAI's error for an unknown model. TDP/1 has none, as each server has one model."""
     got = f"{visible(name[:100])}; {nearest(name[:100], known)}"
     message = f"model must be one that is served, or empty for any (got {got})"
-    return {
-        "error": {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "model_not_found",
-        }
-    }
+    return _wrong(message, "model_not_found", "model")
 
 
 def no_key(*, given: bool) -> dict[str, Any]:
     """Return OpenAI's error for a request without a valid API key, which it does not repeat."""
     got = "another" if given else "none"
+    message = f"Authorization must be Bearer and an API key of the gateway (got {got})"
+    return _wrong(message, "invalid_api_key")
+
+
+def no_path(path: str, known: Iterable[str]) -> dict[str, Any]:
+    """Return OpenAI's error for a path that is not served."""
+    got = f"{visible(path[:100])}; a client's base_url ends with /v1"
+    return _wrong(f"the path must be one of {', '.join(known)} (got {got})", "unknown_url")
+
+
+def no_method(method: str, path: str, allowed: str) -> dict[str, Any]:
+    """Return OpenAI's error for a method that a path does not have."""
+    message = f"the method for {visible(path[:100])} must be {allowed} (got {visible(method)})"
+    return _wrong(message, "method_not_supported")
+
+
+def _wrong(message: str, code: str, param: str | None = None) -> dict[str, Any]:
     return {
         "error": {
-            "message": f"Authorization must be Bearer and an API key of the gateway (got {got})",
+            "message": message,
             "type": "invalid_request_error",
-            "param": None,
-            "code": "invalid_api_key",
+            "param": param,
+            "code": code,
         }
     }
 

@@ -137,6 +137,7 @@ WHOLE: dict[str, Any] = {"goal": "x", "steps": [], "needs_clarification": None}
     ("result", "status", "word"),
     [
         (Result(finish_reason="stop", plan=WHOLE, plan_valid=True), 0, "plan valid"),
+        (Result(finish_reason="stop", plan=WHOLE, plan_valid=True, seed=7), 0, "seed 7"),
         (
             Result(finish_reason="deadline", status="partial", plan=WHOLE, plan_valid=True),
             3,
@@ -148,7 +149,7 @@ WHOLE: dict[str, Any] = {"goal": "x", "steps": [], "needs_clarification": None}
         (Result(finish_reason="stop", text="Hello."), 1, "no plan: the answer is a text"),
         (Result(finish_reason="length", status="partial", text='{"goal'), 1, "no plan"),
     ],
-    ids=["ok", "partial", "invalid", "dead end", "text", "fragment"],
+    ids=["ok", "drawn", "partial", "invalid", "dead end", "text", "fragment"],
 )  # fmt: skip
 def test_the_exit_status_says_whether_there_is_a_plan_to_act_on(
     words: tuple[str, ...], result: Result, status: int, word: str, monkeypatch: Any, capsys: Any

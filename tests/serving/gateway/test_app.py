@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from openai import APIStatusError, AuthenticationError, BadRequestError, OpenAI
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from support.http_gateway import CHAT, client, gateway, get
 from support.waiting import until
 
@@ -111,6 +111,20 @@ def test_models_health_and_metrics(house: Any) -> None:
         assert f'thor_dflash:prefix_{name}{{server="{servers[0]}"}} 0.0' in text
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert f"thor_dflash:spec_decode_{name}_total" in text
+
+
+def test_a_wrong_url_is_an_error_as_openai_has_it(house: Any) -> None:
+    """The commonest mistake is a base_url without /v1."""
+    with gateway(house.mock().endpoints[0]) as address, client(address) as openai:
+        with pytest.raises(NotFoundError) as caught:
+            openai.with_options(base_url=address).chat.completions.create(model="", messages=CHAT)
+        assert caught.value.code == "unknown_url"
+        assert "/v1/chat/completions" in caught.value.message
+        with pytest.raises(APIStatusError) as refused:
+            openai.get("/chat/completions", cast_to=object)
+        assert (refused.value.status_code, refused.value.code) == (405, "method_not_supported")
+        assert refused.value.response.headers["allow"] == "POST"
+        assert refused.value.response.headers["x-should-retry"] == "false"
 
 
 def test_without_a_server_it_says_so(house: Any) -> None:

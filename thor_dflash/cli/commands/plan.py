@@ -179,4 +179,6 @@ def _summary(result: Result, status: int) -> str:
         words.insert(1, f"{timings.e2e_ms / 1e3:.2f} s")
     if spec is not None:
         words.insert(2, f"{spec.accept_len:.2f} tokens a cycle")
+    if result.seed is not None:
+        words.append(f"seed {result.seed}")
     return ", ".join(words)
