@@ -178,3 +178,17 @@ def well_formed(html: str) -> None:
     """Check a page as XML, and that it loads nothing."""
     ElementTree.fromstring(re.sub(r"<meta[^>]*>", "", html.replace("<!doctype html>", "")).strip())
     assert "http" not in html
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(replay: SessionReplay, trace: RecordedTrace) -> Iterator[ReplayTurn]:
+        yield ReplayTurn(conversation="c0", turn=1, ttft_ms=5.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SessionReplay, "run", two)
+    trace = str(write(tmp_path / "t.jsonl", rows(1, 2)))
+    assert main(["replay", trace, "--package", str(package(template=TEMPLATE)), "--json"]) == 130
+    totals_ = json.loads(capsys.readouterr().out)["totals"]
+    assert (totals_["answered"], totals_["missing"]) == (1, 1)

@@ -21,7 +21,7 @@ from thor_dflash.cli import output_files
 from thor_dflash.cli.input_files import read_json
 from thor_dflash.config.tree import Config
 from thor_dflash.core import strict_records
-from thor_dflash.core.errors import ConfigError, PlanError, RequestError
+from thor_dflash.core.errors import ConfigError, PlanError, RequestError, ThorError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.progress import Progress
 
@@ -50,8 +50,21 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
         if base and (changes := base.subject.differs(subject)):
             rule = "--compare must be a replay of the same turns"
             raise RequestError(f"{rule} (got {'; '.join(changes)})")
-        report = _measure(subject, turns, trace, progress)
+        report, ended = _measure(subject, turns, trace, progress)
     progress.close()
+    try:
+        _print(args, report, base)
+    finally:  # what ended the replay matters more than a report that failed
+        if ended is not None:
+            raise ended
+    if errors := replay_report.failed(report):
+        if len(errors) == len(report.turns):
+            raise PlanError("internal", f"the server must answer a turn (got: {errors[0][2]})")
+        return 1
+    return 0
+
+
+def _print(args: Namespace, report: ReplayReport, base: ReplayReport | None) -> None:
     table = strict_records.encode(report)
     print(json.dumps(table) if args.json else replay_report.text(report, base), flush=True)
     if args.html:
@@ -59,11 +72,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
         with output_files.whole(args.html) as file:
             file.write(page(report, base).encode())
-    if errors := replay_report.failed(report):
-        if len(errors) == len(report.turns):
-            raise PlanError("internal", f"the server must answer a turn (got: {errors[0][2]})")
-        return 1
-    return 0
 
 
 def _check(args: Namespace) -> float | Literal["drafter"] | None:
@@ -108,15 +116,23 @@ def _rows(given: str | None) -> float | Literal["drafter"] | None:
 
 def _measure(
     subject: ReplaySubject, turns: Iterator[ReplayTurn], trace: RecordedTrace, progress: Progress
-) -> ReplayReport:
+) -> tuple[ReplayReport, BaseException | None]:
+    """Replay; return the report, and what ended the replay if it did not end by itself."""
     found: list[ReplayTurn] = []
+    ended: BaseException | None = None
     begun = time.perf_counter()
-    with progress.task("replaying", trace.turns, "turns") as task:
-        for turn in turns:
-            found.append(turn)
-            task.advance(1)
+    try:
+        with progress.task("replaying", trace.turns, "turns") as task:
+            for turn in turns:
+                found.append(turn)
+                task.advance(1)
+    except (KeyboardInterrupt, ThorError) as e:
+        if not found:
+            raise
+        ended = e
     wall = time.perf_counter() - begun
-    return ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+    report = ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
+    return report, ended
 
 
 def _base(path: Path) -> ReplayReport:
