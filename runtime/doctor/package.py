@@ -35,7 +35,8 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
         package_manifest.check_files(path, found)
     except PackageError as e:
         # What is unreadable, a link or strange needs to be looked at, not built again.
-        remedy = "thor-dflash build --help" if REBUILD in str(e) else f"ls -lR {quote(str(path))}"
+        build = REBUILD in str(e) or not path.exists()
+        remedy = "thor-dflash build --help" if build else f"ls -lR {quote(str(path))}"
         return None, Finding("package", "wrong", str(e), remedy)
     size = sum(entry.bytes for entry in found.files.values())
     text = (

@@ -48,7 +48,7 @@ def unreachable(endpoint: str, seen: int, *, sent: bool = False) -> PlanError:
     elif seen == zmq.EVENT_DISCONNECTED:
         why = "the connection was lost"
     else:
-        why = "no connection could be made: is a server running there?"
+        why = "no connection was made in time: is a server running there?"
     # A refused client stays refused until the keys change: do not retry; a later request may work.
     retryable = not seen & FAILED_HANDSHAKE
     text = f"{endpoint} must answer (got none: {why})"

@@ -110,10 +110,12 @@ def read_private(path: Path) -> str:
     """Read an ASCII file that no other user may read.
 
     Raises:
-        ConfigError: it is missing, not ASCII, or accessible to other users.
+        ConfigError: it is missing, a device, not ASCII, or accessible to other users.
     """
     try:
         mode = path.stat().st_mode
+        if stat.S_ISCHR(mode):  # no advice to change the mode of /dev/null
+            raise ConfigError(f"{path} must be a file (got a device)")
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(
                 f"{path} must be readable by its owner alone (got mode {stat.S_IMODE(mode):04o}); "

@@ -236,10 +236,15 @@ def linked(package: Path) -> None:
     (package / "weights").symlink_to(package.with_name("elsewhere"))
 
 
+def moved(package: Path) -> None:
+    package.rename(package.with_name("elsewhere"))
+
+
 @pytest.mark.parametrize(
     ("damage", "remedy"),
     [
         (truncated, "build"),
+        (moved, "thor-dflash build"),
         (with_a_file_more, "ls -lR '{}'"),
         (linked, "ls -lR '{}'"),
     ],

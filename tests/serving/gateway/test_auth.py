@@ -99,6 +99,7 @@ def test_what_other_machines_could_misuse_is_refused_at_the_start(
     empty.touch(0o600)
     assert mistake(api_key_file=str(empty)).startswith(str(empty))
     assert mistake(api_key_file=str(tmp_path / "none")).startswith(str(tmp_path / "none"))
+    assert "chmod" not in mistake(api_key_file="/dev/null")  # root would obey
     for name in ("robot:8000", "http://robot", "*", ""):
         assert mistake(hosts=(name,)).startswith("gateway.hosts must be ")
     for listen in ("0.0.0.0:8000", "[::]:8000", "10.0.0.7:8000", "robot.local:8000"):
