@@ -43,6 +43,7 @@ MAY = dict(
     uvicorn serving/gateway/http_server.py tests/*
     prometheus_client serving/gateway/metrics.py
     openai tests/*
+    yaml thor_dflash/cli/commands/schema.py tests/*
     packaging tests/*
     tomli_w thor_dflash/package/manifest.py
     safetensors builders/checkpoint/shards.py calib/nano/* tests/*

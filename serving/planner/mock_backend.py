@@ -29,6 +29,7 @@ from thor_dflash.serving.planner.backend import (
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
+from thor_dflash.serving.planner.skill_schema import with_schema
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
 from thor_dflash.serving.protocol.replies import ReuseCounts
@@ -158,6 +159,7 @@ class MockBackend:
                 "preempt",
                 "prefix",
                 "json_schema",
+                "skills",
                 "thinking_budget",
                 "relaxed_thinking",
                 "tools",
@@ -178,6 +180,7 @@ class MockBackend:
     def prepare(
         self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
     ) -> Prepared:
+        ask = with_schema(ask)
         validation.check_values(ask)
         use = tool_use(ask, self.config.tools)
         if use is not None and use.constrained:
@@ -213,6 +216,7 @@ class MockBackend:
             raise PlanError("bad_request", text, field="prefix_id")
 
     def validate(self, request: messages.Validate) -> dict[str, Any]:
+        request = with_schema(request)
         out: dict[str, Any] = {"max_context": CONTEXT}
         if request.prompt is not None or request.messages is not None:
             out["prompt_tokens"] = _tokens(request)

@@ -33,6 +33,7 @@ from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.planner.session_run import SessionRun
+from thor_dflash.serving.planner.skill_schema import with_schema
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
@@ -43,7 +44,16 @@ WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
 FEATURES = (
-    *("stream", "deadline", "preempt", "prefix", "json_schema", "thinking_budget", "reuse"),
+    *(
+        "stream",
+        "deadline",
+        "preempt",
+        "prefix",
+        "json_schema",
+        "skills",
+        "thinking_budget",
+        "reuse",
+    ),
     "sampling",
 )
 
@@ -156,6 +166,7 @@ class SessionBackend:
     # --- requests
 
     def prepare(self, ask: wire.PlanRequest, left_ms: float | None, scope: str = "") -> Prepared:
+        ask = with_schema(ask)
         validation.check_values(ask)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
@@ -348,6 +359,7 @@ class SessionBackend:
         )
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
+        request = with_schema(request)
         out: dict[str, Any] = {"max_context": self.session.model.limit}
         if request.prompt is not None or request.messages is not None:
             messages = validation.messages_of(request.prompt, request.messages)

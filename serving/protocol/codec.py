@@ -229,7 +229,8 @@ def typed(codec: Codec, body: bytes, kind: type[T]) -> T:
 
 
 FREE_FORM = (
-    "json_schema", "response_format", "metadata", "tools", "tool_choice", "chat_template_kwargs",
+    "json_schema", "skills", "response_format", "metadata", "tools", "tool_choice",
+    "chat_template_kwargs",
 )  # fmt: skip
 """The fields of a request whose values may hold anything."""
 

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, field
 
 from thor_dflash.core.errors import Code
 from thor_dflash.core.results import Speculation, Timings, Usage
+from thor_dflash.serving.protocol.skills import SkillSet
 
 VERSION = 1
 PORT = 5571
@@ -86,6 +87,8 @@ class PlanRequest(_Request, frozen=True):
     prefix_id: Id | None = None
     json_schema: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    skills: SkillSet | None = None
+    """The robot's skills, of which the server makes the schema."""
     tools: tuple[dict[str, Any], ...] | None = None
     """OpenAI's objects, in the order and with the keys that the prompt is to have."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -140,6 +143,7 @@ class Validate(_Request, frozen=True):
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     json_schema: dict[str, Any] | None = None
+    skills: SkillSet | None = None
 
 
 class PrefixPut(_Request, frozen=True):

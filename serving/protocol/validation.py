@@ -47,11 +47,15 @@ def check(request: wire.PlanRequest) -> None:
     if effort is not None and "reasoning_effort" in (request.chat_template_kwargs or {}):
         rule = "be left out where chat_template_kwargs has one"
         raise bad_request(f"reasoning_effort must {rule} (got {effort})", "reasoning_effort")
-    if request.json_schema is not None and request.response_format is not None:
-        raise bad_request(
-            "response_format must be left out where json_schema is given (got both)",
-            "response_format",
-        )
+    _check_one_schema(request)
+
+
+def _check_one_schema(request: wire.PlanRequest | wire.Validate) -> None:
+    names = ("json_schema", "response_format", "skills")
+    given = [name for name in names if getattr(request, name, None) is not None]
+    if len(given) > 1:
+        text = f"{given[1]} must be left out where {given[0]} is given (got both)"
+        raise bad_request(text, given[1])
 
 
 def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:

@@ -273,6 +273,13 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--json", "print the result as one JSON object")
 
 
+def schema(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `schema`."""
+    sub.add_argument(
+        "skills", type=path, metavar="SKILLS", help="a .yaml, .toml or .json file (tdp.skills.v1)"
+    )
+
+
 def gateway(sub: argparse.ArgumentParser) -> None:
     """Add the options of `gateway`."""
     _settings(
@@ -309,6 +316,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
     "serve": (serve, "engine serve",
               "run a plan server, which answers plan requests over ZeroMQ"),
     "plan": (plan, "", "request one plan from a running plan server"),
+    "schema": (schema, "", "print the JSON schema of the plans over a robot's skills"),
     "gateway": (gateway, "gateway", "offer OpenAI's HTTP API in front of running plan servers"),
     "keygen": (keygen, "",
                "make the CURVE keys of an encrypted plan server and of its first client"),

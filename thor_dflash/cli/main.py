@@ -32,7 +32,7 @@ DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 """Errors of a disk, which do not name the file if it was already open."""
 
 
-LIGHT = ("plan", "gateway", "keygen")
+LIGHT = ("plan", "schema", "gateway", "keygen")
 """Commands that do not import numpy."""
 
 
