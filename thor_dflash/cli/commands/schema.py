@@ -58,7 +58,7 @@ def _yaml(path: Path, text: str) -> object:
     with extra("yaml"):
         import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """YAML 1.2's booleans, so that an argument may be called `on`; every key once."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
