@@ -1,7 +1,7 @@
 """A robot's skills as data, `tdp.skills.v1`: a file of the robot, and the field `skills` of a plan.
 
 docs/reference/protocol.md describes it. A plan of it can hold ids, numbers in their ranges and
-short texts; frames and coordinates of `poses` are for the robot's executor, and the model writes ids.
+short texts; frames and coordinates of `poses` are for the robot's executor: the model writes ids.
 """
 
 from __future__ import annotations
