@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, read_draf
 from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
 from thor_dflash.builders.resume_key import code, inventory
+from thor_dflash.calib.quantize.linear_rows import ShardReader, TensorReader
 from thor_dflash.calib.quantize.metadata import CONFIG, PRODUCER, REPORT, metadata, small_files
 from thor_dflash.calib.quantize.plan import QuantizePlan
 from thor_dflash.calib.quantize.quantize import quantize
@@ -26,7 +27,6 @@ class QuantizeReport:
 
     producer: dict[str, str]
     settings: dict[str, object]
-    source_config_sha256: str
     zero: tuple[str, ...]
     """Linears whose weights are all zero: scale 1, where modelopt writes NaN."""
     flushed: dict[str, int]
@@ -59,11 +59,35 @@ def write(plan: QuantizePlan, out: Path, progress: Progress) -> QuantizeReport:
     directory = plan.source.directory
     config = Fields.read(directory / CONFIG).values
     small = {path.name: path.read_bytes() for path in small_files(directory)}
-    with StagedCheckpoint(out, plan.files, _key(plan)) as stage:
-        rows = quantize(plan, stage, progress)
+    with ShardReader(plan.source.shards) as reader:
+        source = "\n".join(inventory(directory))
+        return write_tensors(plan, reader, config, source, out, progress, small)
+
+
+def write_tensors(
+    plan: QuantizePlan,
+    reader: TensorReader,
+    config: Mapping[str, object],
+    source: str,
+    out: Path,
+    progress: Progress,
+    small: Mapping[str, bytes] | None = None,
+) -> QuantizeReport:
+    """Write the tensors that a reader gives.
+
+    config: what config.json holds besides the quantisation.
+    source: what decides the tensors' bytes; a run that was stopped continues if it is the same.
+    small: further files.
+    Raises: as `write`.
+    """
+    settings = {**asdict(plan.config), "threads": 0}
+    own = code(Path(calib.__path__[0]) / "quantize", Path(calib.__path__[0]) / "synthetic")
+    key = "\n".join([repr(settings), own, source]).encode(errors="surrogateescape")
+    with StagedCheckpoint(out, plan.files, hashlib.sha256(key).hexdigest()) as stage:
+        rows = quantize(plan, reader, stage, progress)
         report = _report(plan, rows)
         text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
-        stage.finish({**small, **metadata(plan, config), REPORT: text.encode()})
+        stage.finish({**(small or {}), **metadata(plan, config), REPORT: text.encode()})
     return report
 
 
@@ -71,22 +95,12 @@ def _report(plan: QuantizePlan, rows: Iterable[Row]) -> QuantizeReport:
     found = list(rows)
     settings: dict[str, object] = asdict(plan.config)
     del settings["threads"]
-    config = (plan.source.directory / CONFIG).read_bytes()
     return QuantizeReport(
         producer=PRODUCER,
         settings=settings,
-        source_config_sha256=hashlib.sha256(config).hexdigest(),
         zero=tuple(name for row in found for name in row["zero"]),
         flushed={name: n for row in found for name, n in row["flushed"].items()},
         subnormal=tuple(name for row in found for name in row["tiny"]),
         rounded_twice=plan.twice,
         dropped=plan.dropped,
     )
-
-
-def _key(plan: QuantizePlan) -> str:
-    """Hash all that decides which bytes are written."""
-    settings = {**asdict(plan.config), "threads": 0}
-    own = code(Path(calib.__path__[0]) / "quantize")
-    lines = [repr(settings), own, *inventory(plan.source.directory)]
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()

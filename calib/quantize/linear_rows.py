@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thor_dflash.builders.checkpoint.linear_weights import Linear, load
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat, finite
-from thor_dflash.builders.checkpoint.shards import Shards, TensorEntry
+from thor_dflash.builders.checkpoint.shards import Shards
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.numpy_math import E2M1, NVFP4_GROUP
@@ -29,12 +29,34 @@ CHUNK = 1 << 17
 """Weights of a chunk: small enough for the caches of a core."""
 
 
+class TensorReader(Protocol):
+    """Gives the bytes of a checkpoint's tensors, to several threads."""
+
+    @property
+    def shards(self) -> Shards:
+        """Names, types and shapes of the tensors."""
+        ...
+
+    def read(self, name: str, begin: int, size: int) -> bytes:
+        """Return `size` bytes of a stored tensor from its byte `begin` on."""
+        ...
+
+    def rows(self, name: str, first: int, last: int) -> Array:
+        """Return the rows `first` to `last` (excluded) of a stored tensor."""
+        ...
+
+
 class ShardReader:
     """The open files of a checkpoint. Safe for several threads."""
 
     def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+        self._shards = shards
         self._files: dict[Path, int] = {}
+
+    @property
+    def shards(self) -> Shards:
+        """See TensorReader."""
+        return self._shards
 
     def __enter__(self) -> Self:
         for file in self.shards.maps:
@@ -50,8 +72,9 @@ class ShardReader:
         for handle in self._files.values():
             os.close(handle)
 
-    def read(self, entry: TensorEntry, begin: int, size: int) -> bytes:
-        """Return `size` bytes of a tensor from its byte `begin` on."""
+    def read(self, name: str, begin: int, size: int) -> bytes:
+        """Return `size` bytes of a stored tensor from its byte `begin` on."""
+        entry = self.shards.entry(name)
         data = os.pread(self._files[entry.file], size, entry.begin + begin)
         if len(data) != size:
             raise CheckpointError(
@@ -63,7 +86,7 @@ class ShardReader:
         """Return the rows `first` to `last` (excluded) of a stored tensor."""
         entry = self.shards.entry(name)
         row = prod(entry.shape[1:]) * entry.dtype.itemsize
-        data = self.read(entry, first * row, (last - first) * row)
+        data = self.read(name, first * row, (last - first) * row)
         return np.frombuffer(data, entry.dtype).reshape(-1, *entry.shape[1:])
 
 
@@ -71,7 +94,7 @@ class ShardReader:
 class LinearRows:
     """The rows of one linear."""
 
-    reader: ShardReader
+    reader: TensorReader
     linear: Linear
     shape: tuple[int, int]
     """[N, K]."""
@@ -79,7 +102,7 @@ class LinearRows:
     """Of a quantised linear: float32 [N]."""
 
     @classmethod
-    def of(cls, reader: ShardReader, linear: Linear) -> LinearRows:
+    def of(cls, reader: TensorReader, linear: Linear) -> LinearRows:
         """Find a linear's rows, and read its row scales if it is quantised.
 
         Raises: CheckpointError if a scale is not a positive finite number.

@@ -16,7 +16,7 @@ import numpy as np
 
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat, finite
 from thor_dflash.calib.quantize import fp8, nvfp4
-from thor_dflash.calib.quantize.linear_rows import LinearRows, ShardReader
+from thor_dflash.calib.quantize.linear_rows import LinearRows, TensorReader
 from thor_dflash.calib.quantize.plan import QuantizePlan, WorkUnit
 from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
 from thor_dflash.calib.quantize.tensors import OutputTensor
@@ -67,7 +67,9 @@ class _Output:
         return [self._at, self._hash.hexdigest()]
 
 
-def quantize(plan: QuantizePlan, stage: StagedCheckpoint, progress: Progress) -> tuple[Row, ...]:
+def quantize(
+    plan: QuantizePlan, reader: TensorReader, stage: StagedCheckpoint, progress: Progress
+) -> tuple[Row, ...]:
     """Write all units that an earlier run has not written; return the journal's line of each.
 
     Raises: CheckpointError for a weight that is infinite or NaN.
@@ -77,7 +79,6 @@ def quantize(plan: QuantizePlan, stage: StagedCheckpoint, progress: Progress) ->
     total = sum(unit.reads for unit in plan.units)
     count = plan.config.threads or os.cpu_count() or 1
     with (
-        ShardReader(plan.source.shards) as reader,
         ThreadPoolExecutor(count) as pool,
         progress.task("quantising", total, "bytes") as task,
     ):
@@ -96,7 +97,7 @@ def quantize(plan: QuantizePlan, stage: StagedCheckpoint, progress: Progress) ->
 class _Runner:
     plan: QuantizePlan
     stage: StagedCheckpoint
-    reader: ShardReader
+    reader: TensorReader
     workers: Workers
     task: ProgressTask
 
@@ -129,10 +130,11 @@ class _Runner:
         }
 
     def _copy(self, output: _Output) -> None:
-        entry = self.reader.shards.entry(output.tensor.name)
-        for at in range(0, entry.end - entry.begin, COPY_PIECE):
-            data = self.reader.read(entry, at, min(COPY_PIECE, entry.end - entry.begin - at))
-            finite(np.frombuffer(data, entry.dtype), self.reader.shards.placed(output.tensor.name))
+        name, size = output.tensor.name, output.tensor.nbytes
+        dtype = self.reader.shards.entry(name).dtype
+        for at in range(0, size, COPY_PIECE):
+            data = self.reader.read(name, at, min(COPY_PIECE, size - at))
+            finite(np.frombuffer(data, dtype), self.reader.shards.placed(name))
             output.write(data)
             self.task.advance(len(data))
 

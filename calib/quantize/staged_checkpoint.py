@@ -218,14 +218,14 @@ class StagedCheckpoint:
             os.fsync(file.fileno())
 
 
-def check_out(out: Path, source: Path) -> None:
+def check_out(out: Path, source: Path | None = None) -> None:
     """Refuse a directory that exists, one whose parent does not, and one inside the source.
 
     Raises: ConfigError.
     """
-    real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
+    real = Path(os.path.realpath(out))
     check_outside("--out", out)
-    if real == read or read in real.parents:
+    if source is not None and Path(os.path.realpath(source)) in (real, *real.parents):
         raise ConfigError(f"--out must be outside the checkpoint that is read (got {out})")
     if os.path.lexists(out):
         raise ConfigError(f"--out must be a new directory (got {out}, which exists)")

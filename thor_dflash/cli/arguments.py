@@ -97,6 +97,19 @@ def quantize(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def synth(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `synth`."""
+    _add(sub, "--shape NAME", "the model, as qwen3.6-27b; another name lists all", required=True)
+    _add(sub, "--drafter", "its drafter instead of the target")
+    _add(sub, "--layers N", "only so many of the target's layers (default: all)")
+    _add(sub, "--out DIR", "new directory for the checkpoint")
+    _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
+    _settings(
+        sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
+        "quantize.kv",
+    )  # fmt: skip
+
+
 def generate(sub: argparse.ArgumentParser) -> None:
     """Add the options of `generate`."""
     _add(sub, *PACKAGE, required=True)
@@ -300,6 +313,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
               "make a package out of a target model and, if there is one, its drafter"),
     "quantize": (quantize, "quantize",
                  "make an NVFP4 and FP8 checkpoint out of a BF16 one"),
+    "synth": (synth, "quantize",
+              "write a checkpoint of a published shape with random values, to rehearse a build"),
     "generate": (generate, "engine decode", "answer one prompt with a package"),
     "profile": (profile, "engine decode",
                 "measure one answer many times: where each millisecond goes"),

@@ -18,7 +18,8 @@ class QuantizeConfig:
         "auto", "nvidia", "unsloth", "unsloth-3.8", "redhat", "berkerdooo", "all-nvfp4", "mlp",
         "fp8", "keep",
     ] = "auto"  # fmt: skip
-    """Format of each class of linears; auto is nvidia for a target, all-nvfp4 for a drafter."""
+    """Format of each class of linears; auto is nvidia for a target, all-nvfp4 for a drafter,
+    keep for random values."""
     classes: tuple[str, ...] = ()
     """Format of one class in place of the preset's, as `gdn=fp8` or, for some layers,
     `mlp:56-63=fp8`. Classes: mlp, attention, gdn (or gdn_in, gdn_out), head, fc. Formats: nvfp4,

@@ -74,15 +74,16 @@ address) is used as it is. Set a section key by key. A time is at most a day, a 
 most 2147483647.
 
 A command accepts `--set` for the sections that it reads and refuses others: `build` build;
-`generate` and `profile` engine and decode; `score`, `check`, `doctor` engine; `demo` build and
-engine; `bench` build and engine, with `--package` only engine; `serve` engine and serve, with
-`--mock` only serve; `gateway` gateway. `plan` and `keygen` read none and have neither `-c` nor
-`-s`. A file may hold sections of other commands, and settings that the command does not use. A
-`--set` of these is refused: `decode.relaxed.*` without relaxed acceptance, relaxed acceptance or a
-budget without thinking, `decode.budget.*` without a budget, `decode.budget.ratio` or `soften` with
-a hard close, `decode.sampling.*` without a temperature, `build.draft_ids` without a drafter,
-`build.tensorrt.*` for another engine, `engine.device`, `graphs`, `overlap`, `cubins` and `threads`
-with a package whose engine does not read them (`doctor` takes all).
+`quantize` and `synth` quantize; `generate` and `profile` engine and decode; `score`, `check`,
+`doctor` engine; `demo` build and engine; `bench` build and engine, with `--package` only engine;
+`serve` engine and serve, with `--mock` only serve; `gateway` gateway. `plan` and `keygen` read none
+and have neither `-c` nor `-s`. A file may hold sections of other commands, and settings that the
+command does not use. A `--set` of these is refused: `decode.relaxed.*` without relaxed acceptance,
+relaxed acceptance or a budget without thinking, `decode.budget.*` without a budget,
+`decode.budget.ratio` or `soften` with a hard close, `decode.sampling.*` without a temperature,
+`build.draft_ids` without a drafter, `build.tensorrt.*` for another engine, `engine.device`,
+`graphs`, `overlap`, `cubins` and `threads` with a package whose engine does not read them (`doctor`
+takes all).
 
 ```toml
 # robot.toml: thor-dflash serve --package planner -c robot.toml

@@ -1,0 +1,1 @@
+"""Checkpoints of published shapes with random values, to rehearse a build without the weights."""
