@@ -34,7 +34,6 @@ MAY = dict(
     tokenizers runtime/text/tokenizer.py calib/nano/* tests/*
     jinja2 thor_dflash/cli/report/* runtime/text/template_worker.py calib/nano/* tests/*
     llguidance runtime/grammar/* tests/*
-    bfcl_eval calib/replay/bfcl.py
     rich thor_dflash/core/pro* thor_dflash/core/plan* thor_dflash/cli/commands/* calib/demo* tests/*
     zmq serving/* tests/*
     msgspec serving/* thor_dflash/* tests/*

@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -114,17 +115,18 @@ def _sample(line: str, where: str) -> BfclSample:
 def judge() -> Judge | None:
     """BFCL's own checker; None if bfcl-eval, or one of the many packages it needs, is missing."""
     try:
-        from bfcl_eval.constants.enums import Language
-        from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
+        # By name: no checker of types sees a package that is installed elsewhere.
+        languages: Any = import_module("bfcl_eval.constants.enums")
+        checker: Any = import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
     except ImportError:
         return None
 
     def check(sample: BfclSample, calls: Calls) -> bool:
-        found = ast_checker(
+        found = checker.ast_checker(
             list(sample.functions),
             [{call["name"]: call["arguments"] or {}} for call in calls],
             list(sample.ground_truth),
-            Language[LANGUAGES.get(sample.subset, "PYTHON")],
+            languages.Language[LANGUAGES.get(sample.subset, "PYTHON")],
             sample.subset,
             CHECKED_AS,
         )

@@ -25,7 +25,7 @@ apt yum
 """
 PROGRAMS: Mapping[str, str] = {
     **{name: name for name in ITSELF.split()},
-    **dict(pair.split(":") for pair in SAME.split()),
+    **{pair.partition(":")[0]: pair.partition(":")[2] for pair in SAME.split()},
 }
 """Program -> the name under which it counts; others do not count."""
 PREFIXES = {"env", "time", "nice", "sudo", "exec", "command"}

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import meta, nodes
@@ -66,7 +66,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         # Jinja tries the attribute first, which for a key of a message raises an error each time.
         if type(obj) is dict and attribute not in _OF_DICTS:
-            given: dict[str, Any] = obj
+            given = cast("dict[str, Any]", obj)
             if attribute in given:
                 return given[attribute]
             return self.undefined(obj=given, name=attribute)
@@ -74,7 +74,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         # Jinja decides by the kind of object and the name, through dozens of `isinstance`.
-        key = type(obj), attr
+        key = type(cast("object", obj)), attr
         found = self._safe.get(key)
         if found is None:
             found = super().is_safe_attribute(obj, attr, value)

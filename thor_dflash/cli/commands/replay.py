@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,7 +175,7 @@ def key_headers(path: Path | None) -> dict[str, str]:
 
 
 @contextmanager
-def connected(args: Namespace) -> Iterator[tuple[OpenAIConnection, str]]:
+def connected(args: Namespace) -> Generator[tuple[OpenAIConnection, str]]:
     """A connection to `--url`, and the model to ask for."""
     from thor_dflash.calib.replay.openai_client import OpenAIConnection
 
@@ -184,7 +184,7 @@ def connected(args: Namespace) -> Iterator[tuple[OpenAIConnection, str]]:
 
 
 @contextmanager
-def _remote(args: Namespace, trace: RecordedTrace) -> Iterator[Run]:
+def _remote(args: Namespace, trace: RecordedTrace) -> Generator[Run]:
     from thor_dflash.calib.replay.http_replay import HttpReplay
 
     extra: Mapping[str, Any] = {}
@@ -210,7 +210,7 @@ def _local(
     forced: float | Literal["drafter"] | None,
     trace: RecordedTrace,
     progress: Progress,
-) -> Iterator[Run]:
+) -> Generator[Run]:
     from thor_dflash.calib.replay.session_replay import SessionReplay
 
     megabytes = REUSE_MB if args.reuse_mb is None else args.reuse_mb
@@ -244,7 +244,9 @@ def _local(
 
 
 @contextmanager
-def _packaged(args: Namespace, config: Config, reuse: int, progress: Progress) -> Iterator[Session]:
+def _packaged(
+    args: Namespace, config: Config, reuse: int, progress: Progress
+) -> Generator[Session]:
     from thor_dflash.runtime.session import open_session
 
     with closing(open_session(args.package, config.engine, progress, reuse=reuse)) as session:
@@ -254,7 +256,7 @@ def _packaged(args: Namespace, config: Config, reuse: int, progress: Progress) -
 @contextmanager
 def random_session(
     shape: str, tokenizer: Path, config: Config, reuse: int, progress: Progress
-) -> Iterator[Session]:
+) -> Generator[Session]:
     """A session of a full-size model with random weights, and the tokenizer of a directory.
 
     Raises:
