@@ -125,7 +125,7 @@ class StagedCheckpoint:
         except BlockingIOError as e:
             raise ConfigError(f"--out {self.out} must have one run at a time (got a second)") from e
         rows = _read_rows(self.partial / JOURNAL)
-        if any(self.partial.iterdir()) and not rows:
+        if any(self.partial.iterdir()) and not (self.partial / JOURNAL).is_file():
             raise ConfigError(
                 f"{self.partial} must be free or a run that was stopped (got something else)"
             )

@@ -105,9 +105,9 @@ def test_the_search_lowers_the_error_of_every_linear(source: Path, tmp_path: Pat
 
 # ---- layouts
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_published_27b_layout_has_its_published_size(tmp_path: Path, preset: Any) -> None:
-    """Weights of a verify step and its time on a Thor: target.md 6.3, from other people's files."""
-    plan = make_plan(hollow_27b(tmp_path), QuantizeConfig(preset=preset), from_quantised=False)
+def test_a_published_27b_layout_has_its_published_size(whole_27b: Any, preset: Any) -> None:
+    """Times of a verify step on a Thor that were computed from the sizes of published files."""
+    plan = make_plan(whole_27b, QuantizeConfig(preset=preset), from_quantised=False)
     want = {
         "nvidia": 66.1, "all-nvfp4": 54.6, "unsloth": 82.5, "redhat": 90.4, "berkerdooo": 61.3,
         "fp8": 95.6, "keep": 189.4, "mlp": None, "unsloth-3.8": None,
@@ -121,8 +121,10 @@ def test_a_published_27b_layout_has_its_published_size(tmp_path: Path, preset: A
     assert (classes["embedding"], classes["other"]) == ("bf16", "bf16")
 
 
-def hollow_27b(directory: Path) -> Any:
+@pytest.fixture(scope="module")
+def whole_27b(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A 27B of zeros without content on the disk: only its headers are read."""
+    directory = tmp_path_factory.mktemp("27b")
     from support.checkpoints import PREFIXES, TargetGeometry, target_config, write_config
 
     g = TargetGeometry(
@@ -233,6 +235,14 @@ def test_a_killed_run_continues_to_the_same_bytes(
             file.write(b"\xff" * 8)
     checkpoint.write(plan_of(source, MODELOPT), out, Silent())
     assert files(out) == want
+    assert not partial.exists()
+
+
+def test_a_run_killed_in_its_first_line_begins_anew(source: Path, tmp_path: Path) -> None:
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / staged_checkpoint.JOURNAL).write_text('{"key": "torn')
+    assert quantized(source, tmp_path / "out", MODELOPT).is_dir()
     assert not partial.exists()
 
 
