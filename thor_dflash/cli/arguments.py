@@ -248,6 +248,14 @@ def serve(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _server(sub: argparse.ArgumentParser) -> None:
+    """Add the options by which a client finds its server."""
+    _add(sub, "--server ENDPOINT", f"tcp://HOST:PORT or ipc://PATH (default {SERVER})",
+         default=SERVER)  # fmt: skip
+    _add(sub, "--keys DIR", "client's CURVE keys, for a server with --curve")
+    _add(sub, "--token-file FILE", "file with the secret of a server that has serve.token_file")
+
+
 def plan(sub: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
     sub.epilog = (
@@ -261,10 +269,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", metavar="TEXT", help=f"what the robot shall do; {SOURCES}"
     )
     _add(source, *MESSAGES)
-    _add(sub, "--server ENDPOINT", f"tcp://HOST:PORT or ipc://PATH (default {SERVER})",
-         default=SERVER)  # fmt: skip
-    _add(sub, "--keys DIR", "client's CURVE keys, for a server with --curve")
-    _add(sub, "--token-file FILE", "file with the secret of a server that has serve.token_file")
+    _server(sub)
     _add(sub, "--schema FILE.json", "JSON schema that the plan must obey")
     _add(sub, "--thinking", "auto: if the deadline leaves time (default: the server's)",
          choices=("on", "off", "auto"))  # fmt: skip
@@ -284,6 +289,19 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--prefix-id NAME", "name of a pinned prefix that the chat begins with: its system "
          "message")  # fmt: skip
     _add(sub, "--json", "print the result as one JSON object")
+
+
+def status(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `status`."""
+    sub.epilog = (
+        "Exit status: 0 the server takes plans (ready, busy), 1 it is in another state, 2 a wrong "
+        "request, 4 no server answered."
+    )
+    _server(sub)
+    _add(sub, "--wait S", "longest wait for the server, seconds (default 2)", type=float,
+         default=2.0)  # fmt: skip
+    _add(sub, "--quiet", "print nothing: for health checks")
+    _add(sub, "--json", "print health, hello and stats as one JSON object")
 
 
 def schema(sub: argparse.ArgumentParser) -> None:
@@ -331,6 +349,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
     "serve": (serve, "engine serve",
               "run a plan server, which answers plan requests over ZeroMQ"),
     "plan": (plan, "", "request one plan from a running plan server"),
+    "status": (status, "", "say whether a plan server takes plans, and how its last ones went"),
     "schema": (schema, "", "print the JSON schema of the plans over a robot's skills"),
     "gateway": (gateway, "gateway", "offer OpenAI's HTTP API in front of running plan servers"),
     "keygen": (keygen, "",
