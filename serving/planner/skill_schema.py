@@ -23,6 +23,8 @@ FIELDS = {
     "choice": {"values"},
 }
 """Type of an argument -> the fields that it needs."""
+MAX_ALTERNATIVES = 4096
+"""Most skills, over all steps: more would take seconds, and make a schema that is too long."""
 OPTIONAL = {"integer": {"unit"}}
 R = TypeVar("R", messages.PlanRequest, messages.Validate)
 
@@ -33,6 +35,10 @@ def schema_of(given: SkillSet) -> Schema:
     Raises:
         RequestError: naming the skill and the argument.
     """
+    alternatives = len(given.skills) * (given.max_steps if given.numbered else 1)
+    if alternatives > MAX_ALTERNATIVES:
+        rule = f"skills times max_steps, with numbered true, must be <= {MAX_ALTERNATIVES}"
+        raise RequestError(f"{rule} (got {alternatives})")
     ids = {name: list(values) for name, values in given.ids.items()}
     if given.poses:
         if "pose" in ids:

@@ -92,6 +92,13 @@ def test_a_wrong_argument_is_named(where: str, argument: Any) -> None:
     assert where in str(caught.value)
 
 
+def test_a_schema_that_would_be_endless_is_not_made() -> None:
+    many = {f"s{i}": {"args": {}} for i in range(200)}
+    with pytest.raises(RequestError, match="max_steps"):
+        schema_of(read({"format": "tdp.skills.v1", "skills": many}))
+    schema_of(read({"format": "tdp.skills.v1", "skills": many, "numbered": False}))
+
+
 def test_a_server_takes_skills_in_place_of_a_schema(house: House) -> None:
     peer = house.peer(house.mock())
     taken = peer.ask(op="plan", prompt="x", skills=SKILLS)
