@@ -186,7 +186,7 @@ def test_the_small_model_solves_the_example(
     monkeypatch.chdir(ROOT)
     made = str(package(tmp_path / "planner", kv="auto", activations="auto", capacity=0))
     run = [c for c in commands(COMMANDS) if c.startswith("thor-dflash generate") and TASK.search(c)]
-    assert len(run) == 5
+    assert len(run) == 6
     for command in run:
         given = [made if word == "planner" else word for word in words(command)]
         assert main.main([*given, *([] if "--json" in given else ["--json"])]) == 0
