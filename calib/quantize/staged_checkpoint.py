@@ -83,6 +83,7 @@ class StagedCheckpoint:
             for tensor, begin in shard.begins.items()
         }
         self._rows: list[Row] = []
+        self._dropped = False
 
     def __enter__(self) -> Self:
         try:
@@ -132,6 +133,7 @@ class StagedCheckpoint:
         if rows and rows[0].get("key") == self._key:
             self._rows = rows[1:]
         else:
+            self._dropped = len(rows) > 1
             for path in self.partial.iterdir():
                 path.unlink()
             self._note({"key": self._key})
@@ -161,6 +163,9 @@ class StagedCheckpoint:
         """Return the journal's lines of finished units whose bytes are still as they were."""
         total = sum(self._size(row) for row in self._rows)
         found: dict[str, Row] = {}
+        if self._dropped:
+            with progress.task("beginning anew: the stopped run had other settings or sources"):
+                pass
         if not self._rows:
             return found
         with progress.task("checking the stopped run", total, "bytes") as task:

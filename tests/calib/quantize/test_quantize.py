@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from thor_dflash.calib.quantize.classes import PRESETS
 from thor_dflash.calib.quantize.plan import QuantizePlan, make_plan
 from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
-from thor_dflash.core.progress import ProgressTask, Silent
+from thor_dflash.core.progress import Lines, ProgressTask, Silent
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantize"
 MODELOPT = QuantizeConfig(method="rtn", dialect="modelopt", threads=2)
@@ -249,7 +250,10 @@ def test_a_run_killed_in_its_first_line_begins_anew(source: Path, tmp_path: Path
 def test_a_stopped_run_with_other_settings_begins_anew(source: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         checkpoint.write(plan_of(source, MODELOPT), tmp_path / "out", KillAfter(10**6))
-    out = quantized(source, tmp_path / "out", ALL)
+    shown = io.StringIO()
+    out = tmp_path / "out"
+    checkpoint.write(plan_of(source, ALL), out, Lines(shown))
+    assert "beginning anew" in shown.getvalue()
     assert files(out) == files(quantized(source, tmp_path / "whole", ALL))
 
 
