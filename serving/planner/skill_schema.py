@@ -72,10 +72,15 @@ def _kind(where: str, argument: str | SkillArgument) -> Kind:
     return {
         "number": _number,
         "integer": _number,
-        "boolean": lambda where, argument: {"type": "boolean"},
+        "boolean": _boolean,
         "text": _text,
         "choice": _choice,
     }[argument.type](where, argument)
+
+
+def _boolean(where: str, argument: SkillArgument) -> Kind:
+    del where, argument  # nothing can be wrong
+    return {"type": "boolean"}
 
 
 def _number(where: str, argument: SkillArgument) -> Schema:

@@ -1,5 +1,9 @@
 """`thor-dflash schema`: the JSON schema of the plans over a robot's skills."""
 
+# PyYAML's types say little.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import json

@@ -36,7 +36,8 @@ def facts(
     health: dict[str, Any], hello: dict[str, Any], stats: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """Name and text of each line."""
-    model, server, spec = hello["model"] or {}, hello["server"], stats["spec"]
+    model: dict[str, Any] = hello["model"] or {}
+    server, spec = hello["server"], stats["spec"]
     cycles = spec.get("cycles", 0)
     ended = ", ".join(f"{count} {name}" for name, count in stats["finished"].items())
     refused = ", ".join(f"{count} {code}" for code, count in stats["refused"].items())
