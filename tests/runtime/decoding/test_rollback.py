@@ -21,7 +21,7 @@ def folded(s: Session) -> dict[str, bytes]:
     return {n: a.tobytes() for n, a in arrays.items() if n.endswith(KEPT) or "attention" in n}
 
 
-@pytest.mark.parametrize("geometry", ["27b", "heads27b"])
+@pytest.mark.parametrize("geometry", ["27b", pytest.param("heads27b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rate", [0.0, 0.2, 1.0])
 def test_both_rollbacks_leave_what_plain_decoding_leaves(geometry: str, rate: float) -> None:
     request = Request(prompt=prompt(45, seed=8), max_tokens=50)

@@ -40,7 +40,7 @@ Widths = dict[int, Session]
 
 
 CASES = [
-    ("gqa2", "bf16"),
+    pytest.param(("gqa2", "bf16"), marks=pytest.mark.slow, id="gqa2-bf16"),
     ("27b", "modelopt"),
     pytest.param(("heads27b", "bf16"), marks=pytest.mark.slow, id="heads27b-bf16"),
 ]

@@ -138,7 +138,7 @@ def test_a_compilation_that_timed_out_has_the_compiler_until_it_ends(
     free = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(Grammars, "_compile", lambda *_: free.wait(10))
-        busy = "must be compiled on its own"
+        busy = "must be compiled alone"
         for message in ("within 0.05 s", busy, busy):
             with pytest.raises(RequestError, match=message) as caught:
                 grammars.compile(SMALL)

@@ -113,7 +113,7 @@ def legal(call: ToolCall, *, values: bool) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["required", "named", "union", "auto", "strict", "one"])
-@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("thinking", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_calls_obey_and_a_drafter_changes_nothing(kind: Kind, thinking: bool) -> None:
     at = 7 if kind in ("auto", "strict", "one") or thinking else -1
     truth = decode(kind, NoDrafter(), thinking=thinking, at=at)

@@ -160,6 +160,7 @@ def test_a_cancelled_prefill_and_a_pinned_prefix(s: Session) -> None:
     assert same(s, replace(long, prompt=(*long.prompt, *MORE))) == 256
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_the_oldest_conversation_goes_first(s: Session) -> None:
     pages = s.turns.layout()
     del pages.free[9:]

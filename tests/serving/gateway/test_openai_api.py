@@ -249,7 +249,7 @@ def test_a_refusal_of_a_server_names_what_the_client_sent(field: str, param: str
 
 
 def test_the_statuses_are_what_the_document_says() -> None:
-    text = DOCUMENT.partition("Errors are OpenAI's")[2].partition(". `Retry-After`")[0]
+    text = DOCUMENT.partition("Errors are OpenAI's")[2].partition(". A path")[0]
     found = {
         word: int(status)
         for status, words in re.findall(r"(\d{3})\s\(([^)]*)\)", text)
