@@ -51,6 +51,8 @@ CANCEL_S = 1.0
 """Longest wait for a goal to be in the state CANCELING."""
 STOP_S = 2.0
 """Longest wait for the goals that a deactivation ends."""
+SPIN_S = 0.1
+"""Longest wait of the executor before it looks whether the node ends."""
 ANSWER_S = 0.2
 """Time for rclpy to send the results of goals that have ended: it does so after their callbacks."""
 LEVELS = {"OK": DiagnosticStatus.OK, "WARN": DiagnosticStatus.WARN, "ERROR": DiagnosticStatus.ERROR}
@@ -73,6 +75,7 @@ class PlannerNode(LifecycleNode):
         self._timer: Any = None
         self._futures: dict[bytes, Future[Result]] = {}
         self._accepted = 0
+        self._closing = False
         self._lock = threading.Lock()
 
     @property
@@ -251,12 +254,16 @@ class PlannerNode(LifecycleNode):
             name=f"{self.get_name()}: plan server", hardware_id=self._set["endpoint"]
         )
         try:
-            values = self._wait(asyncio.wait_for(self._health(), HEALTH_S))
+            health = asyncio.wait_for(self._health(), HEALTH_S)
+            # With a limit of its own: the loop may have been stopped before it began.
+            values = asyncio.run_coroutine_threadsafe(health, self._loop).result(2 * HEALTH_S)
             status.level, status.message = LEVELS[values["level"]], values["state"]
             status.values = [KeyValue(key=k, value=str(v)) for k, v in values.items()]
         except (PlanError, TimeoutError, CancelledError) as e:
             status.level = DiagnosticStatus.ERROR
             status.message = e.code if isinstance(e, PlanError) else "unreachable"
+        if self._closing:
+            return
         array = DiagnosticArray(status=[status])
         array.header.stamp = self.get_clock().now().to_msg()
         self._diagnostics.publish(array)
@@ -276,14 +283,24 @@ class PlannerNode(LifecycleNode):
 
     def close(self) -> None:
         """End the goals, the timer and the client, before rclpy is shut down."""
+        self._closing = True
         if self._timer is not None:
             self._timer.cancel()
         self.end_goals()
         if self._planner is not None:
             with suppress(PlanError):
                 self._wait(self._planner.close())
+        self._wait(_cancel_others())  # diagnostics that wait for an answer
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of this loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def accept_len(spec: dict[str, Any]) -> float | None:
@@ -302,16 +319,25 @@ def main() -> None:
     node = PlannerNode()
     executor = MultiThreadedExecutor(num_threads=max(1, node.setting["max_goals"]) + 4)
     executor.add_node(node)
-    spinning = threading.Thread(target=executor.spin, daemon=True)
+    ended = threading.Event()
+    spinning = threading.Thread(target=_spin, args=(executor, ended))
     spinning.start()
     if node.setting["autostart"]:
         node.trigger_configure()
         node.trigger_activate()
     stop.wait()
     node.close()
+    # Before the executor is shut down: that frees handles which a spinning thread waits on.
+    ended.set()
+    spinning.join()
     executor.shutdown(timeout_sec=STOP_S)
     node.destroy_node()
     rclpy.shutdown()
+
+
+def _spin(executor: MultiThreadedExecutor, ended: threading.Event) -> None:
+    while not ended.is_set():
+        executor.spin_once(timeout_sec=SPIN_S)
 
 
 if __name__ == "__main__":
