@@ -111,14 +111,6 @@ class TurnCache:
         """Boundaries kept."""
         return len(self._kept)
 
-    def drop(self, session: str, scope: str) -> int:
-        """Forget a conversation; return how many boundaries it had."""
-        name = _name(Conversation(scope=scope, session=session))
-        found = [k for k in self._kept.values() if k.session == name]
-        for kept in found:
-            self._release(kept)
-        return len(found)
-
     # ---- a request
 
     def chain(self, prompt: Sequence[int], scope: str) -> tuple[Digest, ...]:
