@@ -165,13 +165,15 @@ class SessionReplay:
 
     def _start(self, conversation: RecordedConversation, turn: EncodedTurn) -> Iterator[TokenChunk]:
         session = self.session
-        talk = Conversation(
+        reuse = Conversation(
             boundaries=turn.prompt.boundaries if self.reuse else (), session=conversation.name
         )
         if self.forced is not None:
             rows = None if self.forced == "drafter" else self.forced
             policies: tuple[Policy, ...] = (ForcedAnswer(turn.answer, rows),)
-            request = Request(prompt=turn.prompt.ids, max_tokens=len(turn.answer), talk=talk)
+            request = Request(
+                prompt=turn.prompt.ids, max_tokens=len(turn.answer), conversation=reuse
+            )
             drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
             return session.run(request, drafter, policies)
         use = None
@@ -185,7 +187,7 @@ class SessionReplay:
             drafter=session.drafter,
             grammar=session.call_grammar(use) if use is not None and use.constrained else None,
             tools=use,
-            talk=talk,
+            conversation=reuse,
         )
         return session.generate(request)
 

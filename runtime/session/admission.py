@@ -59,7 +59,7 @@ class Request:
     """None: strict acceptance."""
     gate: bool = False
     draft: DraftConfig = NO_DRAFT_LIMITS
-    talk: Conversation = NO_CONVERSATION
+    conversation: Conversation = NO_CONVERSATION
     """Where later prompts may continue this one."""
     sampling: SamplingConfig = GREEDY
 
@@ -88,7 +88,7 @@ class Admitted:
     """None: greedy."""
     thinks: bool = False
     """Whether the prompt ends inside a thinking block."""
-    talk: Conversation = NO_CONVERSATION
+    conversation: Conversation = NO_CONVERSATION
 
     def with_budget(self, tokens: int) -> Admitted:
         """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""
@@ -159,7 +159,7 @@ class Admission:
             opening=self.opening(request),
             sampling=resolve_sampling(request.sampling),
             thinks=thinks,
-            talk=request.talk,
+            conversation=request.conversation,
         )
 
     def opening(self, request: Request) -> int:

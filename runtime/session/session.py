@@ -140,7 +140,7 @@ class Session:
             stop=stop,
             proposer=proposer,
             opening=self._admission.opening(request),
-            talk=request.talk,
+            conversation=request.conversation,
             sampling=resolve_sampling(request.sampling),
         )
         return self._answer(admitted, (*policies, *admitted.policies()))
@@ -150,7 +150,7 @@ class Session:
         rows = len(admitted.prompt) + admitted.max_tokens + max(model.block, model.chunk)
         # Now, not at the first step: the prefix stays reachable if it is dropped meanwhile.
         prefix = self.prefixes.use(admitted.prompt)
-        start = TurnStart(self.turns, admitted.prompt, rows, admitted.talk, prefix)
+        start = TurnStart(self.turns, admitted.prompt, rows, admitted.conversation, prefix)
         request = DecodeRequest(
             prompt=admitted.prompt,
             max_tokens=admitted.max_tokens,

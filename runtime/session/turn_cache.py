@@ -145,11 +145,16 @@ class TurnCache:
 
     def continue_from(self, chain: tuple[Digest, ...], start: TurnStart) -> ReuseReport:
         """Put the state where a prompt with these chunks continues; return what was reused."""
-        rows, talk, prefix, length = start.rows, start.talk, start.prefix, len(start.prompt)
+        rows, conversation, prefix, length = (
+            start.rows,
+            start.conversation,
+            start.prefix,
+            len(start.prompt),
+        )
         began, chunk, state = time.perf_counter(), self.model.chunk, self.model.state
         if found := self._find(chain):
             self._touch(found)  # so that making space evicts others first
-        self._leave(chain, rows, talk)
+        self._leave(chain, rows, conversation)
         found = self._find(chain)
         held = len(found.chain) * chunk if found else 0
         if prefix is not None and prefix.length > held:
@@ -166,11 +171,11 @@ class TurnCache:
         self.totals.hits += report.held
         return replace(report, swap_ms=1e3 * (time.perf_counter() - began))
 
-    def _leave(self, chain: tuple[Digest, ...], rows: int, talk: Conversation) -> None:
+    def _leave(self, chain: tuple[Digest, ...], rows: int, conversation: Conversation) -> None:
         """Save what boundaries need of the chunks that a request is about to overwrite."""
         log, chunk = self.model.state.log, self.model.chunk
-        for kept in [k for k in self._kept.values() if k.session == _name(talk)]:
-            if talk.session and not _one_prompt(kept.chain, chain):
+        for kept in [k for k in self._kept.values() if k.session == _name(conversation)]:
+            if conversation.session and not _one_prompt(kept.chain, chain):
                 self._release(kept)
         same = next((i for i, d in enumerate(chain) if not log.holds(i, d)), len(chain))
         for index in range(same, min(len(log.chunks), -(-rows // chunk) + 1)):
@@ -204,10 +209,10 @@ class TurnCache:
         self.totals.swapped_in += pages.light_bytes
         self.model.state.resume(len(kept.chain) * self.model.chunk)
 
-    def keep(self, chain: tuple[Digest, ...], kind: Boundary, talk: Conversation) -> None:
+    def keep(self, chain: tuple[Digest, ...], kind: Boundary, conversation: Conversation) -> None:
         """Keep the state after these chunks, which is the current one."""
         log, pages = self.model.state.log, self.layout()
-        session = "" if kind == "system" else _name(talk)
+        session = "" if kind == "system" else _name(conversation)
         if not chain or not all(log.holds(i, d) for i, d in enumerate(chain)):
             return
         if old := self._kept.get(chain[-1]):
@@ -272,8 +277,8 @@ class TurnCache:
         return "diverged" if self._kept else "first"
 
 
-def _name(talk: Conversation) -> str:
-    return f"{talk.scope}\0{talk.session}"
+def _name(conversation: Conversation) -> str:
+    return f"{conversation.scope}\0{conversation.session}"
 
 
 def _one_prompt(one: Sequence[Digest], other: Sequence[Digest]) -> bool:
@@ -290,7 +295,7 @@ class TurnStart:
     prompt: tuple[int, ...]
     rows: int
     """TensorRows of the caches that the request may write."""
-    talk: Conversation
+    conversation: Conversation
     prefix: Snapshot | None
     report: ReuseReport = NO_REUSE
     _chain: tuple[Digest, ...] = ()
@@ -307,10 +312,10 @@ class TurnStart:
             else:
                 cache.model.state.reset()
             return
-        self._chain = cache.chain(self.prompt, self.talk.scope)
+        self._chain = cache.chain(self.prompt, self.conversation.scope)
         self.report = cache.continue_from(self._chain, self)
         order: list[Boundary] = ["prompt", "user", "system"]
-        for at, kind in sorted(self.talk.boundaries, key=lambda b: order.index(b[1])):
+        for at, kind in sorted(self.conversation.boundaries, key=lambda b: order.index(b[1])):
             # A boundary within a chunk is kept at the end of the last whole chunk before it.
             self._wanted[min(at // cache.model.chunk, len(self._chain))] = kind
         self.prefilled()
@@ -319,7 +324,7 @@ class TurnStart:
         """See PromptStart."""
         chunks, within = divmod(self.cache.model.state.length, self.cache.model.chunk)
         if not within and (kind := self._wanted.get(chunks)):
-            self.cache.keep(self._chain[:chunks], kind, self.talk)
+            self.cache.keep(self._chain[:chunks], kind, self.conversation)
 
 
 @dataclass(slots=True)

@@ -183,8 +183,8 @@ class SessionBackend:
         spare = limit - len(prompt) - max_tokens - closing
         if spare < 0:
             raise errors.too_long(limit, len(prompt), max_tokens, closing)
-        talk = self._conversation(encoded, ask, scope)
-        cached = self.session.held(prompt, talk.scope)
+        conversation = self._conversation(encoded, ask, scope)
+        cached = self.session.held(prompt, conversation.scope)
         budget = min(budget, spare) if closing else 0
         reply = max_tokens + closing
         thinking = BudgetConfig(tokens=budget, reply=reply, message=self._close)
@@ -196,7 +196,7 @@ class SessionBackend:
             drafter=self.session.drafter,
             grammar=grammar,
             tools=use,
-            talk=talk,
+            conversation=conversation,
             budget=thinking if closing else NO_BUDGET,
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
             sampling=validation.sampling_of(ask),
@@ -276,8 +276,8 @@ class SessionBackend:
         prompt = self._prompt(messages, thinking=budget > 0, **shape)
         if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
-        talk = self._conversation(prompt, ask, scope)
-        new = len(prompt.ids) - self.session.held(prompt.ids, talk.scope)
+        conversation = self._conversation(prompt, ask, scope)
+        new = len(prompt.ids) - self.session.held(prompt.ids, conversation.scope)
         if self._rates.thinking_tokens_left(left_ms, new, max_tokens) >= min(
             WORTH_THINKING, budget
         ):

@@ -256,8 +256,8 @@ def memory(session: Session) -> Iterator[Figure]:
         who = random.randrange(CONVERSATIONS)
         ids = texts[who]
         ids += [random.randrange(200_000) for _ in range(random.randint(20, 130))]
-        talk = Conversation(boundaries=((len(ids), "prompt"),), session=f"c{who}")
-        request = Request(prompt=tuple(ids), max_tokens=2, talk=talk)
+        conversation = Conversation(boundaries=((len(ids), "prompt"),), session=f"c{who}")
+        request = Request(prompt=tuple(ids), max_tokens=2, conversation=conversation)
         for _ in session.run(request, DflashDrafter()):
             pass
         if turn % 20 == 19:

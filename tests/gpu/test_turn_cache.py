@@ -41,9 +41,9 @@ def test_interleaved_conversations_give_the_bits_of_an_empty_session(nano: Sessi
     for cut in (70, 40, 20, 1):
         for one, want in zip(turns, empty, strict=True):
             begun = replace(one, prompt=one.prompt[: len(one.prompt) - cut])
-            talk = Conversation(boundaries=((len(begun.prompt), "prompt"),))
-            answer(nano, replace(begun, talk=talk), DflashDrafter())
-            assert answer(nano, replace(one, talk=talk), DflashDrafter()) == want
+            conversation = Conversation(boundaries=((len(begun.prompt), "prompt"),))
+            answer(nano, replace(begun, conversation=conversation), DflashDrafter())
+            assert answer(nano, replace(one, conversation=conversation), DflashDrafter()) == want
             held.append(nano.report().usage.cached_tokens)
     assert nano.report().spec == specs[0]
     assert min(held) > 0

@@ -118,7 +118,7 @@ def measure(trace: Path, tokenizer: Path) -> list[tuple[object, ...]]:
                 "read the request": timed(lambda: read(body)),
                 "prepare it": timed(lambda: backend.prepare(ask, None)),
                 "find what is held, at the start": timed(
-                    lambda: session.turns.chain(prompt, admitted.talk.scope)
+                    lambda: session.turns.chain(prompt, admitted.conversation.scope)
                 ),
                 "template process": timed(lambda: rendered(line)),
             }
@@ -126,7 +126,7 @@ def measure(trace: Path, tokenizer: Path) -> list[tuple[object, ...]]:
                 "of it: check the chat": timed(lambda: chat(given)),
                 "of it: encode turn by turn": timed(lambda: encoder.encode(text)),
                 "of it: find what is held": timed(
-                    lambda: session.held(prompt, admitted.talk.scope)
+                    lambda: session.held(prompt, admitted.conversation.scope)
                 ),
                 "of it: admit": timed(lambda: session.admit(request_of(prompt))),
             }

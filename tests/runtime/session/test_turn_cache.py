@@ -41,8 +41,12 @@ def turn(*parts: tuple[int, ...], name: str = "", scope: str = "") -> Request:
     ends = np.cumsum([len(part) for part in parts]).tolist()
     kinds: list[Boundary] = ["user" for _ in parts]
     kinds[0], kinds[-1] = "system", "prompt"
-    talk = Conversation(boundaries=tuple(zip(ends, kinds, strict=True)), scope=scope, session=name)
-    return Request(prompt=tuple(t for part in parts for t in part), max_tokens=6, talk=talk)
+    conversation = Conversation(
+        boundaries=tuple(zip(ends, kinds, strict=True)), scope=scope, session=name
+    )
+    return Request(
+        prompt=tuple(t for part in parts for t in part), max_tokens=6, conversation=conversation
+    )
 
 
 def state(s: Session, request: Request) -> dict[str, bytes]:
@@ -57,7 +61,7 @@ def state(s: Session, request: Request) -> dict[str, bytes]:
 def same(s: Session, request: Request, proposer: Proposer | None = None) -> int:
     """Check a request against an empty session; return the tokens it reused."""
     proposer, empty = proposer or DflashDrafter(), session()
-    held = s.held(request.prompt, request.talk.scope)
+    held = s.held(request.prompt, request.conversation.scope)
     tokens, want = answer(s, request, proposer), answer(empty, request, proposer)
     got, plain = s.report(), empty.report()
     assert tokens == want
