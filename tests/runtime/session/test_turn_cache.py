@@ -121,7 +121,9 @@ def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
     assert s.held((*long.prompt, 1, 2)) == 128
     assert same(s, replace(begin, max_tokens=70)) == 32
     after = turn((*begin.prompt, *written), prompt(40, 8))
-    assert same(s, after) == 128, "the chunk that the answer overwrote was swapped out before"
+    want = state(session(), after)
+    assert s.held(after.prompt) == 128, "the chunk that the answer overwrote was swapped out before"
+    assert state(s, after) == want
     assert s.turns.totals.swapped_in > 0
 
 
@@ -220,3 +222,11 @@ def test_any_conversations(s: Session, seed: int) -> None:
         if step % 4 == 0:
             assert state(s, request) == state(session(), request)
     assert reused > 3
+
+
+def test_a_prefix_that_is_pinned_overwrites_what_turns_need(s: Session) -> None:
+    """It is read without asking the turns: what they lost is read again."""
+    first = turn(SYSTEM, USER)
+    same(s, first)
+    s.prefixes.put("other", prompt(130, 77))
+    assert same(s, turn(SYSTEM, USER, RESULT)) == 0
