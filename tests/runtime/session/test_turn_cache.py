@@ -58,6 +58,14 @@ def state(s: Session, request: Request) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in s.model.state.snapshot().arrays.items()}
 
 
+def poison(s: Session, first: int) -> None:
+    """Make NaN of the rows of the live caches from `first` on."""
+    for tensor in s.turns.layout().caches:
+        values = s.model.engine.read(tensor)
+        values[:, first:] = np.nan
+        s.model.engine.write(tensor, values)
+
+
 def same(s: Session, request: Request, proposer: Proposer | None = None) -> int:
     """Check a request against an empty session; return the tokens it reused."""
     proposer, empty = proposer or DflashDrafter(), session()
@@ -111,8 +119,8 @@ def test_two_conversations_interleaved(s: Session) -> None:
 
 
 def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
-    """A longer prompt is kept; a shorter one's answer then repeats its ids by verify steps, which
-    leave other bits."""
+    """A longer prompt is kept; a shorter one's answer then repeats its ids by verify steps, whose
+    bits may be others. Here they are made others, by hand."""
     begin = turn(prompt(64, 7))
     written = tuple(answer(session(), replace(begin, max_tokens=70), DflashDrafter()))
     assert same(s, begin) == 0
@@ -120,6 +128,7 @@ def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
     assert same(s, long) == 32
     assert s.held((*long.prompt, 1, 2)) == 128
     assert same(s, replace(begin, max_tokens=70)) == 32
+    poison(s, 63)
     after = turn((*begin.prompt, *written), prompt(40, 8))
     want = state(session(), after)
     assert s.held(after.prompt) == 128, "the chunk that the answer overwrote was swapped out before"
@@ -185,11 +194,7 @@ def test_what_lies_past_the_held_rows_does_not_matter(s: Session) -> None:
     """Rows of the live caches that the log does not know are never read."""
     first = turn(SYSTEM, USER)
     same(s, first)
-    model = s.model
-    for tensor in s.turns.layout().caches:
-        values = model.engine.read(tensor)
-        values[:, 96:] = np.nan
-        model.engine.write(tensor, values)
+    poison(s, 96)
     assert same(s, turn(SYSTEM, USER, RESULT)) == 96
 
 

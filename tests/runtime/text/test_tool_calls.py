@@ -109,9 +109,12 @@ def run(tokens: list[int], p: ToolCallParser | None = None) -> tuple[str, list[t
 )
 def test_a_value_has_the_type_that_its_schema_says(key: str, written: str, value: Any) -> None:
     p = parser()
-    _, [(name, arguments)] = run(call((key, written)), p)
+    tokens = call((key, written))
+    _, [(name, arguments)] = run(tokens, p)
     assert (name, json.loads(arguments)) == ("move", {key: value})
     assert not p.notes
+    at_once = parser({2000: bytes(tokens[1:-1])})
+    assert run([OPEN, 2000, CLOSE], at_once) == ("", [(name, arguments)])
 
 
 def test_numbers_keep_their_characters() -> None:
