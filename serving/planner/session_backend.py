@@ -141,6 +141,7 @@ class SessionBackend:
         limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
         worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
         startup_checks.check_watchdog(self.config.watchdog_s, worst)
+        startup_checks.check_reuse(self.config.reuse_mb, self.session.turns)
         usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
 
         def latency_model() -> LatencyModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.session.turn_cache import TurnCache
 
 
 def check_self_test(model: ModelRunner, prompt: int, answer: int) -> None:
@@ -46,4 +47,19 @@ def check_watchdog(watchdog_s: float, step_ms: float) -> None:
         raise ConfigError(
             f"serve.watchdog_s must be above {step_ms / 1e3:.3g} s, which a prefill step takes "
             f"here (got {watchdog_s:g})"
+        )
+
+
+def check_reuse(reuse_mb: int, turns: TurnCache) -> None:
+    """Refuse memory for reuse in which not even one boundary fits: nothing would ever be reused.
+
+    Raises:
+        ConfigError: naming the least that does.
+    """
+    pages = turns.layout()
+    if turns.model.reuse and pages.count < len(pages.light):
+        least = -(-len(pages.light) * pages.nbytes // (1 << 20))
+        raise ConfigError(
+            f"serve.reuse_mb must be at least {least}, one boundary of this package, or 0 "
+            f"(got {reuse_mb})"
         )

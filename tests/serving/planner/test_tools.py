@@ -13,7 +13,7 @@ from support.constrained_model import package
 
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import PlanError
+from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.runtime.session import open_session
@@ -227,6 +227,13 @@ def test_the_mock_refuses_the_tools_that_a_server_refuses() -> None:
             mock.plan(structs.replace(ASK, tools=(tool,)))
         assert (caught.value.code, caught.value.field) == ("schema_unsupported", "tools")
         mock.plan(structs.replace(ASK, tools=(tool,), tool_choice="auto"))
+
+
+def test_memory_in_which_no_boundary_fits_is_refused() -> None:
+    made = package(template=TEMPLATE)
+    session = open_session(made, EngineConfig(threads=1), Silent(), reuse=10_000)
+    with closing(session), pytest.raises(ConfigError, match=r"serve\.reuse_mb"):
+        SessionBackend(session, CONFIG).warm()
 
 
 def test_the_mock_calls_and_then_answers() -> None:
