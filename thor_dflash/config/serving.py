@@ -51,8 +51,8 @@ class ServeConfig:
     """Whose turns reuse each other's state: nobody's, those of one session of a client, of one
     client, or of all clients. Reuse shows in times and in `cached_tokens`."""
     reuse_mb: Count = 2048
-    """Memory for the states of earlier turns, MiB, on the device; 0: no reuse. A boundary of the 27B takes 190,
-    a thousand tokens of a conversation that another one displaces 37."""
+    """Memory for the states of earlier turns, MiB, on the device; 0: no reuse. A boundary of the
+    27B takes 190, a thousand tokens of a conversation that another one displaces 37."""
     watchdog_s: Annotated[float, Meta(gt=0, le=DAY_S)] = 10.0
     """A step that takes longer means a dead device: the process ends, for systemd to restart it. A
     server whose slowest prefill step takes so long does not start."""
