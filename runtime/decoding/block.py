@@ -45,6 +45,9 @@ class Sampling:
     """0: off."""
     seed: int
     """0 to 2^64 - 1."""
+    rejection: bool = False
+    """Whether drafts that were drawn are accepted by rejection sampling. Tokens then depend on
+    drafts; their law does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class Block:
     relaxed: AcceptRule = AcceptRule()
     sampled: bool = False
     """Whether tokens are drawn, as the model was set up by `write_sampling`. Set by the loop."""
+    rejection: bool = False
+    """Whether proposers may draw drafts from distributions of their own. Set by the loop."""
+    drawn: int = 0
+    """The first tokens after row 0 that were drawn so: see Proposal. Set by the loop."""
     reasons: tuple[Reason, ...] = ()
 
     def capped(self, cap: int, why: str) -> Block:
@@ -109,12 +116,14 @@ class Block:
         found += [Reason("capped", why)] * (self.cap < before.cap)
         return replace(self, reasons=(*self.reasons, *found))
 
-    def holding(self, drafts: int, rows: int) -> Block:
-        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them."""
+    def holding(self, drafts: int, rows: int, drawn: int = 0) -> Block:
+        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them; and
+        how many of the first were `drawn`.
+        """
         held = drafts
         while held < len(self.forced) and self.forced[held] >= 0:
             held += 1
-        return replace(self, drafted=min(held, rows - 1))
+        return replace(self, drafted=min(held, rows - 1), drawn=drawn)
 
 
 class DraftInspection(Protocol):

@@ -160,7 +160,13 @@ def _prefill(model: ModelRunner, request: DecodeRequest) -> Iterator[TokenChunk]
 
 def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress) -> Block:
     phase: BlockPhase = "thinking" if progress.thinking else "answer"
-    block = Block(cap=model.block, phase=phase, sampled=request.sampling is not None)
+    drawn = request.sampling
+    block = Block(
+        cap=model.block,
+        phase=phase,
+        sampled=drawn is not None,
+        rejection=drawn is not None and drawn.rejection,
+    )
     for policy in request.policies:
         block = policy.shape(progress, block)
     assert 1 <= block.cap <= model.block, block
@@ -175,7 +181,7 @@ def _step(
     before = proposal.calls
     if block.look is not None:
         block, before = _look(model, block, block.look, before), ()
-    block = block.holding(proposal.drafted, model.block)
+    block = block.holding(proposal.drafted, model.block, proposal.drawn)
     after = request.proposer.observe(model, block)
     return block, model.step(block, before, after, request.stop), proposal.drafted
 

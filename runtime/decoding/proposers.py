@@ -21,6 +21,10 @@ class Proposal:
     """Number of drafted tokens after the first. A forced id takes the place of a draft."""
     calls: Sequence[Call] = ()
     """Calls that write the block into the model's tokens; empty if it is already written."""
+    drawn: int = 0
+    """The first drafts that were drawn, for rejection, from distributions that the calls leave in
+    `draft.ids` and `draft.scores` (operator `sample`). Any other draft is a point mass: it is
+    accepted if the target's own draw equals it."""
 
 
 class Proposer(Protocol):
