@@ -76,7 +76,7 @@ OBJECTS = re.compile(r"\b(on|from|off) the (top |upper )?shelf\b|\"shelf\"|\"Flo
 """What a robot says of its world."""
 SPOKEN = """
     models/* docs/examples/* docs/robot.md calib/planbench/* tests/calib/planbench/* tests/goldens/*
-    tests/test_house.py
+    calib/data/* tests/test_house.py
 """.split()
 """Files in which the words may stand: rooms of a house, corpora, recorded data, this list."""
 SHARED = {"support", "stand_ins", "emulator"}

@@ -1,0 +1,103 @@
+"""Reads documents to run a model on: a file of JSON lines, each a chat, a text or token ids.
+
+{"messages": [{"role": "user", "content": "..."}, ...]}   rendered by the chat template
+{"text": "..."}                                            as it is
+{"tokens": [1, 2, 3]}                                      as they are
+and, in any of them, "class": a name by which results are grouped
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.message_text import show
+from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
+from thor_dflash.runtime.text.tokenizer import Tokenizer
+
+KINDS = ("messages", "text", "tokens")
+CLASS = "class"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDocument:
+    """One line of a file."""
+
+    label: str
+    """Its class; "" for none."""
+    tokens: tuple[int, ...]
+
+
+def read_documents(
+    path: Path, tokenizer: Tokenizer | None, vocab: int, limit: int | None = None
+) -> list[TokenDocument]:
+    """Read a file of at least one document; empty lines are left out.
+
+    tokenizer: of the model; None: only token ids can be read.
+    vocab: number of token ids of the model.
+    limit: largest file, bytes; None: as `read_text`.
+    Raises:
+        RequestError: names file, line and field.
+    """
+    try:
+        text = read_text(path, limit)
+    except OSError as e:
+        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
+    except ValueError as e:
+        raise RequestError(f"{path} must be a text in UTF-8 (got: {e})") from e
+    found = list(_documents(path, text, tokenizer, vocab))
+    if not found:
+        raise RequestError(f"{path} must hold at least one document (got none)")
+    return found
+
+
+def _documents(
+    path: Path, text: str, tokenizer: Tokenizer | None, vocab: int
+) -> Iterator[TokenDocument]:
+    # Not splitlines, which also splits at characters that JSON strings may hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value: object = json.loads(line, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as e:
+            raise RequestError(f"{where} must be JSON (got: {e})") from e
+        fields = as_table(value) or {}
+        kinds = [key for key in fields if key != CLASS]
+        if len(kinds) != 1 or kinds[0] not in KINDS:
+            rule = f"an object with one of {', '.join(KINDS)} and perhaps {CLASS}"
+            raise RequestError(f"{where} must be {rule} (got {show(value)})")
+        label = fields.get(CLASS, "")
+        if not isinstance(label, str):
+            raise RequestError(f"{where}: {CLASS} must be a string (got {show(label)})")
+        try:
+            tokens = _tokens(kinds[0], fields[kinds[0]], tokenizer)
+        except RequestError as e:
+            raise RequestError(f"{where}: {e}") from e
+        _check_ids(tokens, vocab, where)
+        yield TokenDocument(label, tokens)
+
+
+def _tokens(kind: str, value: object, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if kind == "tokens":
+        ids = as_list(value) or []
+        if not ids or not all(type(i) is int for i in ids):
+            raise RequestError(f"tokens must be a list of integers, not empty (got {show(value)})")
+        return tuple(i for i in ids if isinstance(i, int))
+    if tokenizer is None:
+        raise RequestError(f"{kind} must go with a model that has a tokenizer (got {show(value)})")
+    if kind == "messages":
+        return tuple(tokenizer.encode(tokenizer.render(value, thinking=True)))
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"text must be a string, not empty (got {show(value)})")
+    return tuple(tokenizer.encode(value))
+
+
+def _check_ids(tokens: tuple[int, ...], vocab: int, where: str) -> None:
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab:
+            raise RequestError(f"{where}: tokens[{i}] must be 0 to {vocab - 1} (got {show(token)})")
