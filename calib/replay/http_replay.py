@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from thor_dflash.calib.replay.command_overlap import overlap
 from thor_dflash.calib.replay.openai_client import OpenAIConnection, StreamedAnswer
-from thor_dflash.calib.replay.recorded_trace import RecordedConversation, RecordedTrace
+from thor_dflash.calib.replay.recorded_trace import Message, RecordedConversation, RecordedTrace
 from thor_dflash.calib.replay.replay_report import ReplayTurn
 from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.strict_records import as_table
@@ -36,6 +36,8 @@ class HttpReplay:
     """Send nothing that the benchmark does not send: no token counts."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of every request."""
+    forced: float | Literal["drafter"] | None = None
+    """As SessionReplay; needs a server of ours with serve.allow_forced."""
 
     def run(self, trace: RecordedTrace) -> Iterator[ReplayTurn]:
         """Answer every turn. An error ends its conversation."""
@@ -54,8 +56,15 @@ class HttpReplay:
             "messages": conversation.turns[number - 1].messages,
             **({"tools": conversation.tools} if conversation.tools else {}),
             **({} if self.plain else COUNTED),
+            **self._forcing(conversation.turns[number - 1].answer),
             **self.extra,
         }
+
+    def _forcing(self, answer: Message) -> dict[str, Any]:
+        if self.forced is None:
+            return {}
+        given = {"forced_answer": answer}
+        return given if self.forced == "drafter" else {**given, "forced_accept": self.forced}
 
     def _turn(self, conversation: RecordedConversation, number: int) -> ReplayTurn:
         headers = {"X-Session-ID": conversation.name}
@@ -63,6 +72,11 @@ class HttpReplay:
             answer = self.connection.stream(self.body(conversation, number), headers)
         except (RequestError, PlanError) as e:
             return ReplayTurn(conversation=conversation.name, turn=number, error=str(e))
+        ended = answer.extra.get("finish_reason")
+        if self.forced is not None and ended != "forced":
+            rule = "the server must commit forced_answer, as ours do with serve.allow_forced"
+            error = f"{rule} (got an answer of its own)"
+            return ReplayTurn(conversation=conversation.name, turn=number, error=error)
         return _measured(conversation, number, answer)
 
 
@@ -72,6 +86,7 @@ def _measured(conversation: RecordedConversation, number: int, got: StreamedAnsw
     timings = as_table(got.extra.get("timings")) or {}
     first, last = got.first_s, got.last_s
     recorded = conversation.turns[number - 1].answer
+    forced = got.extra.get("finish_reason") == "forced"
     return ReplayTurn(
         conversation=conversation.name,
         turn=number,
@@ -85,9 +100,9 @@ def _measured(conversation: RecordedConversation, number: int, got: StreamedAnsw
         cycles=_count(spec.get("cycles")),
         boundary=str(reuse.get("boundary") or ""),
         why=str(reuse.get("why") or ""),
-        finish=got.finish,
+        finish="forced" if forced else got.finish,
         calls=len(got.calls),
-        overlap=overlap(recorded.get("tool_calls") or [], got.calls),
+        overlap=None if forced else overlap(recorded.get("tool_calls") or [], got.calls),
     )
 
 

@@ -15,14 +15,12 @@ from thor_dflash.calib.replay.recorded_trace import (
 )
 from thor_dflash.calib.replay.replay_report import ReplayTurn
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.block import Policy
 from thor_dflash.runtime.decoding.loop import TokenChunk
-from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation
-from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
 from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
 from thor_dflash.runtime.text.tool_calls import tools_of
 
@@ -65,14 +63,7 @@ class TurnEncoder:
         if not self.thinking:
             answer.pop("reasoning_content", None)
         whole = self._render(conversation, (*turn.messages, answer))
-        # Both end with the beginning of the next answer.
-        begin = prompt[prompt.rindex("<|im_start|>") :] if "<|im_start|>" in prompt else ""
-        written = whole.removesuffix(begin).removesuffix("\n")
-        if not begin or not written.startswith(prompt):
-            raise RequestError(
-                "the chat template must write an answer where the prompt ends (got another text)"
-            )
-        ids = self.tokenizer.encode(written[len(prompt) :])
+        ids = self.tokenizer.encode(written_answer(prompt, whole))
         return EncodedTurn(self._encoder.encode(prompt), tuple(ids))
 
     def _render(self, conversation: RecordedConversation, messages: Sequence[Message]) -> str:
@@ -170,12 +161,14 @@ class SessionReplay:
         )
         if self.forced is not None:
             rows = None if self.forced == "drafter" else self.forced
-            policies: tuple[Policy, ...] = (ForcedAnswer(turn.answer, rows),)
             request = Request(
-                prompt=turn.prompt.ids, max_tokens=len(turn.answer), conversation=reuse
+                prompt=turn.prompt.ids,
+                max_tokens=len(turn.answer),
+                drafter=session.drafter,
+                conversation=reuse,
+                forced=ForcedAnswer(turn.answer, rows),
             )
-            drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
-            return session.run(request, drafter, policies)
+            return session.generate(request)
         use = None
         if conversation.tools:
             use = ToolUse(tools=tools_of(list(conversation.tools)))

@@ -19,7 +19,7 @@ WHY = "forced answer"
 
 @dataclass(slots=True)
 class ForcedAnswer(Policy):
-    """Commits `ids`. One per request, whose max_tokens must be their number."""
+    """Commits `ids`. One per run of a request, whose max_tokens must be their number."""
 
     ids: tuple[int, ...]
     rows: float | None

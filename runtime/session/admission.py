@@ -28,6 +28,7 @@ from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, ForbidToken, Place, leads
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.policies.effort import TokenLimits, resolve_limits
+from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
 from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
@@ -62,6 +63,9 @@ class Request:
     conversation: Conversation = NO_CONVERSATION
     """Where later prompts may continue this one."""
     sampling: SamplingConfig = GREEDY
+    forced: ForcedAnswer | None = None
+    """Commit these ids as the answer, whatever the model would choose. `max_tokens` is their
+    number, and no other option shapes the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Admitted:
     thinks: bool = False
     """Whether the prompt ends inside a thinking block."""
     conversation: Conversation = NO_CONVERSATION
+    forced: ForcedAnswer | None = None
 
     def with_budget(self, tokens: int) -> Admitted:
         """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""
@@ -100,6 +105,8 @@ class Admitted:
     def policies(self) -> tuple[Policy, ...]:
         """The policies of one run, in the order in which they shape a block."""
         made: list[Policy] = []
+        if self.forced is not None:
+            made.append(replace(self.forced))
         if self.budget is not None:
             made.append(replace(self.budget))
         if self.gate is not None:
@@ -133,6 +140,8 @@ class Admission:
                 this package.
         """
         proposer = self._proposer(request)
+        if request.forced is not None:
+            _check_forced(request.forced, self._model.block, drafted=request.drafter != "none")
         tokenizer = self._tokenizer
         thinks = Thinking(tokenizer.marks if tokenizer else None, request.prompt).inside
         budget, max_tokens = None, request.max_tokens
@@ -160,6 +169,7 @@ class Admission:
             sampling=resolve_sampling(request.sampling),
             thinks=thinks,
             conversation=request.conversation,
+            forced=request.forced,
         )
 
     def opening(self, request: Request) -> int:
@@ -326,6 +336,14 @@ def _budgeted(config: BudgetConfig) -> bool:
             "sets a budget (got soft)"
         )
     return budgeted
+
+
+def _check_forced(forced: ForcedAnswer, block: int, *, drafted: bool) -> None:
+    rows = forced.rows
+    if rows is None and not drafted:
+        raise RequestError("forced_accept must be given without a drafter (got none)")
+    if rows is not None and not 1 <= rows <= block:
+        raise RequestError(f"forced_accept must be 1 to {block} tokens per cycle (got {rows:g})")
 
 
 def _check_stop(request: Request) -> None:

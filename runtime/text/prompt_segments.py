@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 Boundary = Literal["system", "user", "prompt"]
@@ -27,8 +28,26 @@ class EncodedPrompt:
     """A prompt's ids and where later prompts of its conversation may continue from."""
 
     ids: tuple[int, ...]
+    text: str
     boundaries: tuple[tuple[int, Boundary], ...] = ()
     """Tokens up to each boundary."""
+
+
+def written_answer(prompt: str, whole: str) -> str:
+    """The text of an answer, its end included, from a rendered chat that ends with it (`whole`) and
+    the same chat up to it (`prompt`). Both go on with the beginning of the next answer.
+
+    Raises:
+        RequestError: the template writes an answer in another place than where it lets the model
+            begin one, or in another way.
+    """
+    begin = prompt[prompt.rindex(START) :] if START in prompt else ""
+    written = whole.removesuffix(begin).removesuffix("\n")
+    if not begin or not written.startswith(prompt) or written == prompt:
+        raise RequestError(
+            "the chat template must write an answer where the prompt ends (got another text)"
+        )
+    return written[len(prompt) :]
 
 
 class PromptEncoder:
@@ -53,7 +72,7 @@ class PromptEncoder:
         for turn in turns:
             ids += self._ids(turn)
             ends.append(len(ids))
-        return EncodedPrompt(tuple(ids), _boundaries(turns, ends))
+        return EncodedPrompt(tuple(ids), text, _boundaries(turns, ends))
 
     def _ids(self, turn: str) -> tuple[int, ...]:
         with self._lock:

@@ -46,6 +46,7 @@ NESTED = (
     "response_format",
     "chat_template_kwargs",
     "messages",
+    "forced_answer",
     "messages.content",
     "messages.tool_calls",
     "messages.tool_calls.function",
@@ -117,7 +118,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions, without what is NEUTRAL. The last six fields are
+    """The body of POST /v1/chat/completions, without what is NEUTRAL. The last eight fields are
     TDP/1's own (`extra_body`), those before them have no effect.
     """
 
@@ -152,6 +153,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     session: str | None = None
     priority: int = 5
     prefix_id: str | None = None
+    forced_answer: ChatMessage | None = None
+    forced_accept: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +267,8 @@ def plan_request(request: ChatRequest, caller: Caller = NOBODY) -> wire.PlanRequ
         "preempt": "same_session" if request.session else "none",
         "priority": request.priority,
         "prefix_id": request.prefix_id,
+        "forced_answer": _forced(request.forced_answer),
+        "forced_accept": request.forced_accept,
         **_sampling(request),
         "conversation": _name(caller.session or request.prompt_cache_key),
         "cache_scope": caller.scope,
@@ -327,9 +332,21 @@ def _thinking(request: ChatRequest) -> dict[str, Any]:
     return {"thinking": thinking, "chat_template_kwargs": options or None}
 
 
+def _forced(message: ChatMessage | None) -> dict[str, Any] | None:
+    if message is None:
+        return None
+    try:
+        [turn] = chat([_turn(message, "forced_answer")])
+    except RequestError as e:
+        raise bad_request(
+            refusal(e).replace("messages[0]", "forced_answer"), "forced_answer"
+        ) from e
+    return turn
+
+
 def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return the turns of a chat. System messages in a row become one: templates take one."""
-    given = [_turn(message, i) for i, message in enumerate(messages)]
+    given = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
         # Here too, as indices in an error of the server would be those after the next step.
         checked = chat(given)
@@ -344,11 +361,11 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return turns
 
 
-def _turn(message: ChatMessage, index: int) -> dict[str, Any]:
+def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content
     if content is None:
         if message.role != "assistant":
-            name = f"messages[{index}].content"
+            name = f"{where}.content"
             raise bad_request(f"{name} must be present (got nothing)", name)
         content = ""
     if not isinstance(content, str):

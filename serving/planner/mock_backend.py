@@ -182,6 +182,7 @@ class MockBackend:
     ) -> Prepared:
         ask = with_schema(ask)
         validation.check_values(ask)
+        validation.check_forced(ask, allowed=False)
         use = tool_use(ask, self.config.tools)
         if use is not None and use.constrained:
             _check_tools(use)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from thor_dflash.config.build import CLOSING_MESSAGE
 from thor_dflash.config.decode import NO_BUDGET, TEMPLATE_EFFORTS, BudgetConfig, RelaxedConfig
@@ -20,10 +20,11 @@ from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
 from thor_dflash.runtime.policies.effort import effort_tokens
+from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
 from thor_dflash.runtime.session.turn_cache import Conversation
-from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
@@ -129,6 +130,7 @@ class SessionBackend:
                 *(("relaxed_thinking",) if m.drafter else ()),
                 *(("persist",) if self._store else ()),
                 *(("tools",) if self.tokenizer.takes_tools else ()),
+                *(("forced",) if self.config.allow_forced else ()),
             ),
         )
 
@@ -169,6 +171,7 @@ class SessionBackend:
     def prepare(self, ask: wire.PlanRequest, left_ms: float | None, scope: str = "") -> Prepared:
         ask = with_schema(ask)
         validation.check_values(ask)
+        validation.check_forced(ask, allowed=self.config.allow_forced)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         given = validation.schema_of(ask)
@@ -202,6 +205,8 @@ class SessionBackend:
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
             sampling=validation.sampling_of(ask),
         )
+        if ask.forced_answer is not None:
+            request = self._forcing(request, ask, encoded, thinking=budget > 0)
         try:
             admitted = self.session.admit(request)  # now, before this plan displaces others
         except RequestError as e:
@@ -220,6 +225,30 @@ class SessionBackend:
             min_ms=self._rates.min_ms(
                 len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
             ),
+        )
+
+    def _forcing(
+        self, request: Request, ask: wire.PlanRequest, encoded: EncodedPrompt, *, thinking: bool
+    ) -> Request:
+        """The request whose answer is the given one, as the template writes it."""
+        turns = validation.messages_of(ask.prompt, ask.messages)
+        answer: dict[str, Any] = validation.turn_of(cast("wire.Message", ask.forced_answer))
+        if not thinking:
+            answer.pop("reasoning_content", None)  # the prompt has closed the thinking
+        _, variables = self._effort(ask)
+        try:
+            whole = self.tokenizer.render([*turns, answer], thinking, ask.tools or (), variables)
+            ids = tuple(self.tokenizer.encode(written_answer(encoded.text, whole)))
+        except RequestError as e:
+            text = errors.refusal(e).replace(f"messages[{len(turns)}]", "forced_answer")
+            raise bad_request(text, "forced_answer") from e
+        return Request(
+            prompt=request.prompt,
+            max_tokens=len(ids),
+            stop=request.stop,
+            drafter=request.drafter,
+            conversation=request.conversation,
+            forced=ForcedAnswer(ids, ask.forced_accept),
         )
 
     def _grammar_of(self, use: ToolUse | None, schema: JsonSchema | None) -> Grammar | None:

@@ -35,6 +35,7 @@ class SessionRun:
         self._session = session
         self._rates = rates
         self._prepared = prepared
+        self._forced = prepared.admitted is not None and prepared.admitted.forced is not None
         self._chunks = chunks
         self._yield_s = yield_s
         self._phase: messages.Phase = "prefill"
@@ -69,11 +70,13 @@ class SessionRun:
             return self._writer.prefill(chunk.prompt_done)
         thinking = self._prepared.thinks and not self._answered
         self._phase = "thinking" if thinking else "answer"
-        self._rates.cycle(ms, len(chunk.tokens), thinking=thinking)
+        # An assumed acceptance is not what the next answer will have.
+        self._rates.cycle(ms, 0 if self._forced else len(chunk.tokens), thinking=thinking)
         self._tokens += chunk.tokens
         pieces = self._answer.feed(chunk.tokens)
         self._cycles += self._answered > 0
-        self._rates.accepted(self._answered, self._cycles)
+        if not self._forced:
+            self._rates.accepted(self._answered, self._cycles)
         if chunk.finish:
             self._finish = self._named(chunk.finish)
             pieces += self._answer.end()
@@ -85,6 +88,8 @@ class SessionRun:
         return len(self._tokens) - self._answer.thinking_tokens
 
     def _named(self, finish: DecodeFinish) -> messages.Finish:
+        if self._forced:
+            return "forced"
         if finish == "stop" or finish == "grammar_dead_end":
             return finish
         return "length" if self._answered or not self._prepared.thinks else "thinking_exhausted"

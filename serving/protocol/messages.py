@@ -28,7 +28,7 @@ Part = Literal["plan", "text", "thinking", "tokens", "timings"]
 Stream = Literal["steps", "text", "all"]
 Finish = Literal[
     "stop", "tool_calls", "length", "thinking_exhausted", "deadline", "cancelled", "preempted",
-    "grammar_dead_end", "error",
+    "grammar_dead_end", "error", "forced",
 ]  # fmt: skip
 Kind = Literal["step", "thinking", "text", "call", "progress"]
 Phase = Literal["prefill", "thinking", "answer"]
@@ -118,6 +118,10 @@ class PlanRequest(_Request, frozen=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: str | tuple[str, ...] | None = None
+    forced_answer: Message | None = None
+    """An assistant's message to commit as the answer, whatever the model would choose."""
+    forced_accept: Annotated[float, Meta(ge=1, le=1024)] | None = None
+    """Tokens of it to commit per cycle; None: as many as the drafter agrees with."""
     parts: tuple[Part, ...] = field(default=("plan", "text", "timings"), name="return")
     metadata: dict[str, Any] | None = None
 

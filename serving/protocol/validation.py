@@ -144,9 +144,34 @@ def check_values(request: wire.PlanRequest) -> None:
     if request.chat_template_kwargs is not None:
         check_plain(request.chat_template_kwargs, "chat_template_kwargs", MAX_BYTES)
         _check_thinking(request.chat_template_kwargs, request.thinking)
-    for i, message in enumerate(request.messages or ()):
-        if message.tool_calls is not None:
-            check_plain(list(message.tool_calls), f"messages[{i}].tool_calls", MAX_BYTES)
+    _check_calls(request)
+
+
+def _check_calls(request: wire.PlanRequest) -> None:
+    named = {f"messages[{i}]": message for i, message in enumerate(request.messages or ())}
+    for where, message in {**named, "forced_answer": request.forced_answer}.items():
+        if message is not None and message.tool_calls is not None:
+            check_plain(list(message.tool_calls), f"{where}.tool_calls", MAX_BYTES)
+
+
+def check_forced(request: wire.PlanRequest, *, allowed: bool) -> None:
+    """Refuse a forced answer that this server does not commit.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    answer, name = request.forced_answer, "forced_answer"
+    if answer is None:
+        if request.forced_accept is not None:
+            raise bad_request(
+                f"forced_accept must go with forced_answer (got {request.forced_accept:g} alone)",
+                "forced_accept",
+            )
+    elif not allowed:
+        rule = "left out: this server forces no answers, which needs serve.allow_forced"
+        raise bad_request(f"{name} must be {rule} (got one)", name)
+    elif answer.role != "assistant":
+        raise bad_request(f"{name}.role must be assistant (got {answer.role})", name)
 
 
 def _check_thinking(options: Mapping[str, object], thinking: str | None) -> None:
@@ -186,10 +211,11 @@ def messages_of(prompt: str | None, messages: tuple[wire.Message, ...] | None) -
     """Convert a prompt or a chat to the messages that the chat template takes."""
     if messages is None:
         return [{"role": "user", "content": prompt}]
-    return [_turn(message) for message in messages]
+    return [turn_of(message) for message in messages]
 
 
-def _turn(message: wire.Message) -> dict[str, Any]:
+def turn_of(message: wire.Message) -> dict[str, Any]:
+    """Convert one message, as `messages_of`."""
     fields = structs.asdict(message)
     if message.tool_calls is not None:
         fields["tool_calls"] = list(message.tool_calls)

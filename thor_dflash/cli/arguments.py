@@ -204,7 +204,8 @@ def replay(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--conversations N", "only the first N conversations")
     _add(sub, "--turns N", "only the first N turns of each")
     _add(sub, "--forced-accept K", "commit the recorded answers, K tokens a cycle (a fraction on "
-         "average), or as many as the drafter agrees with: drafter; without --url")  # fmt: skip
+         "average), or as many as the drafter agrees with: drafter; with --url the server "
+         "needs serve.allow_forced")  # fmt: skip
     _add(sub, "--reuse-mb N", "memory for the states of earlier turns, MiB, 0 for none (default "
          "4096); without --url")  # fmt: skip
     _add(sub, "--thinking", "whether the model thinks (default off)", choices=("on", "off"),

@@ -31,16 +31,17 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
     "serve": (("--package", "--mock-cycle-ms"),),
     "replay": (
         ("--json", "--compare"),
-        ("--url", "--random-weights", "--tokenizer", "--forced-accept", "--reuse-mb"),
+        ("--url", "--random-weights", "--tokenizer", "--reuse-mb"),
         ("--package", "--random-weights", "--tokenizer", *HTTP),
         ("--shape", *HTTP),
+        ("--plain", "--forced-accept"),
     ),
 }
 """Command -> groups of an option and those that have no meaning with it."""
 UNREAD_SECTIONS = {("bench", "--package"): "build", ("serve", "--mock"): "engine"}
 """Command and option -> the section that it does not read with that option."""
-UNREAD_BY_MOCK = ("serve.yield_us", "serve.cancel_ms", "serve.prefix_mb")
-"""A mock has no steps on a device and no memory for prefixes."""
+UNREAD_BY_MOCK = ("serve.yield_us", "serve.cancel_ms", "serve.prefix_mb", "serve.allow_forced")
+"""A mock has no steps on a device, no memory for prefixes and no template that writes answers."""
 ON_GPU = ("cuda", "tensorrt")
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "engine.threads": ("ort",),

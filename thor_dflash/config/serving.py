@@ -47,6 +47,9 @@ class ServeConfig:
     tools: Literal["off", "frame", "schema"] = "frame"
     """What is enforced of tool calls that are neither demanded nor `strict`: nothing, their frame
     (declared functions and parameters, the required ones present), or their values too."""
+    allow_forced: bool = False
+    """Accept requests that bring their answer (`forced_answer`), to replay recorded conversations.
+    Such an answer is not the model's."""
     reuse: Literal["off", "session", "client", "all"] = "client"
     """Whose turns reuse each other's state: nobody's, those of one session of a client, of one
     client, or of all clients. Reuse shows in times and in `cached_tokens`."""

@@ -133,6 +133,19 @@ def test_what_is_measured(trace: RecordedTrace) -> None:
     assert 0 < turn.ttft_ms < 5000
 
 
+def test_a_server_that_does_not_force_the_answer_ends_the_replay(trace: RecordedTrace) -> None:
+    """Others ignore fields that they do not know, and would be measured with their own answers."""
+    last = {"choices": [], "thor_dflash": {"finish_reason": "forced"}}
+    with serving(lambda body: [*CALL, *([last] if "x" in body else [])]) as (server, connection):
+        for extra in ({}, {"x": 1}):
+            replay = HttpReplay(connection, "m", forced=3.0, extra=extra)
+            [turn] = replay.run(trace.first(1, 1))
+            assert bool(turn.error) == (not extra)
+    assert (turn.finish, turn.overlap) == ("forced", None)
+    assert server.got[0][0]["forced_accept"] == 3.0
+    assert server.got[0][0]["forced_answer"] == trace.conversations[0].turns[0].answer
+
+
 @pytest.mark.parametrize(
     "answer", [400, [CALL[0], None], [{"error": {"message": "no"}}]], ids=["400", "cut", "error"]
 )

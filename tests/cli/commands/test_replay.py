@@ -18,7 +18,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        "--url http://127.0.0.1:1/v1 --forced-accept 3",
+        "--url http://127.0.0.1:1/v1 --forced-accept 3 --plain",
         "--url http://127.0.0.1:1/v1 --reuse-mb 0",
         "--package p --plain",
         "--package p --tokenizer t",

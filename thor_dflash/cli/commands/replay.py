@@ -45,7 +45,9 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     forced = _check(args)
     base = _base(args.compare) if args.compare else None
     trace = read_trace(args.trace).first(args.conversations, args.turns)
-    opened = _remote(args, trace) if args.url else _local(args, config, forced, trace, progress)
+    opened = (
+        _remote(args, forced, trace) if args.url else _local(args, config, forced, trace, progress)
+    )
     with opened as (subject, turns):
         if base and (changes := base.subject.differs(subject)):
             rule = "--compare must be a replay of the same turns"
@@ -143,6 +145,11 @@ def _base(path: Path) -> ReplayReport:
     return strict_records.decode(ReplayReport, table, str(path), RequestError)
 
 
+def _assumed(forced: float | Literal["drafter"] | None) -> str:
+    """The report's word for how answers were forced; empty: they were not."""
+    return forced if isinstance(forced, str) else "" if forced is None else f"{forced:g}"
+
+
 def _subject(args: Namespace, trace: RecordedTrace, target: str, **more: Any) -> ReplaySubject:
     return ReplaySubject(
         version=thor_dflash.__version__,
@@ -184,7 +191,9 @@ def connected(args: Namespace) -> Generator[tuple[OpenAIConnection, str]]:
 
 
 @contextmanager
-def _remote(args: Namespace, trace: RecordedTrace) -> Generator[Run]:
+def _remote(
+    args: Namespace, forced: float | Literal["drafter"] | None, trace: RecordedTrace
+) -> Generator[Run]:
     from thor_dflash.calib.replay.http_replay import HttpReplay
 
     extra: Mapping[str, Any] = {}
@@ -196,9 +205,9 @@ def _remote(args: Namespace, trace: RecordedTrace) -> Generator[Run]:
     if args.thinking == "on":
         extra = {"chat_template_kwargs": {"enable_thinking": True}, **extra}
     with connected(args) as (connection, model):
-        replay = HttpReplay(connection, model, plain=args.plain, extra=extra)
+        replay = HttpReplay(connection, model, plain=args.plain, extra=extra, forced=forced)
         settings = {"model": model, "plain": str(args.plain), "body": json.dumps(extra)}
-        subject = _subject(args, trace, args.url, settings=settings)
+        subject = _subject(args, trace, args.url, forced=_assumed(forced), settings=settings)
         yield subject, replay.run(trace)
 
 
@@ -229,7 +238,7 @@ def _local(
             args,
             trace,
             f"{session.manifest.engine} on {model.engine.device}",
-            forced="" if forced is None else f"{forced:g}" if forced != "drafter" else forced,
+            forced=_assumed(forced),
             settings={
                 "package": args.shape or os.fspath(args.package),
                 "drafter": session.drafter,
