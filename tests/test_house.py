@@ -26,7 +26,7 @@ MAY = dict(
     for row in """
     numpy *
     ml_dtypes *
-    onnx builders/* calib/check/ort_trace.py plugins/onnx_builder.py plugins/*/onnx_body.py tests/*
+    onnx builders/* calib/c*/*.py plugins/onnx_builder.py plugins/*/onnx_body.py tests/*
     cuda plugins/cuda/* runtime/doctor/probe.py tests/*
     tensorrt */tensorrt/* runtime/doctor/* tests/*
     tensorrt_bindings tests/*

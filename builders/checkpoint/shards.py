@@ -129,6 +129,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return stored
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """Return the texts in a file's header. Raises CheckpointError."""
+    read_header(file)
+    opened: Any = safe_open(file, "np")
+    with opened:
+        return dict(opened.metadata() or {})
+
+
 def _alone(directory: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a directory without an index: those of its only safetensors file, or
     of `model.safetensors` and the files beside it, such as a prediction head.

@@ -89,6 +89,17 @@ class TargetGraphs:
         self._layers(g, "prefill", self._shape.chunk)
         return g
 
+    def layer(self, i: int) -> GraphBuilder:
+        """x [chunk, H] -> x after layer i alone, as in prefill: for a model of which no more than
+        one layer fits in memory.
+        """
+        g = GraphBuilder("layer")
+        x = g.input("x", self._shape.activations, (self._shape.chunk, self._dims.hidden))
+        mixer = self._mixer(g, i, x, "prefill")
+        x = self._mixed(g, i, x, *mixer)
+        g.output(mlp(g, self._source, f"layers.{i}", x, self._norm))
+        return g
+
     def accept(self, masked: bool, sampled: bool = False) -> GraphBuilder:
         """logits -> record. Greedy decoding has graphs of its own, so that it pays nothing for
         sampling.
@@ -122,8 +133,8 @@ class TargetGraphs:
         tokens = g.input("tokens", DType.I32, (rows,))
         x = embed(g, self._source, tokens, self._shape.activations)
         outputs: list[GraphValue] = []
-        for i, kind in enumerate(self._dims.layers):
-            mixer = self._gdn(g, i, x, mode) if kind == "gdn" else self._attention(g, i, x)
+        for i in range(len(self._dims.layers)):
+            mixer = self._mixer(g, i, x, mode)
             if mode == "prefill" and i == len(self._dims.layers) - 1 and i not in self._shape.taps:
                 break  # the last rows are no tap: nothing reads them, only the state
             x = self._mixed(g, i, x, *mixer)
@@ -134,6 +145,13 @@ class TargetGraphs:
             width = len(taps) * self._dims.hidden
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))
         return x
+
+    def _mixer(
+        self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode
+    ) -> tuple[GraphValue, GraphValue]:
+        """Return a mixer's output and the gate of its rows."""
+        gdn = self._dims.layers[i] == "gdn"
+        return self._gdn(g, i, x, mode) if gdn else self._attention(g, i, x)
 
     def _mixed(
         self, g: GraphBuilder, i: int, x: GraphValue, o: GraphValue, gate: GraphValue
@@ -156,7 +174,7 @@ class TargetGraphs:
     def _gdn(
         self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode
     ) -> tuple[GraphValue, GraphValue]:
-        """Return a mixer's output and the gate of its rows."""
+        """See `_mixer`."""
         dims, source, layer = self._dims.gdn, self._source, f"layers.{i}.linear_attn"
         qkv, z, b, a = project(
             g,
@@ -215,7 +233,7 @@ class TargetGraphs:
         return {part: every[part] for part in ("state", "tail", *self._shape.records)}
 
     def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> tuple[GraphValue, GraphValue]:
-        """See `_gdn`."""
+        """See `_mixer`."""
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
         q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
         q, gate, k, v = project(

@@ -100,7 +100,7 @@ class OrtTracer:
             define = partial(_standard, model, node, everything)
             tolerance = 0.0
         else:
-            attributes = _attributes(op, node)
+            attributes = attributes_of(op, node)
             ports = _ports(op.outputs_of(attributes), node.output)
             define = partial(_operator, op, attributes, node, everything, outputs)
             rows = any(DType.of(x) is DType.BF16 for x in inputs.values())
@@ -138,7 +138,8 @@ def _shared(array: Array) -> Any:
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type)
 
 
-def _attributes(op: Op, node: onnx.NodeProto) -> Attributes:
+def attributes_of(op: Op, node: onnx.NodeProto) -> Attributes:
+    """Return a node's attributes, completed with the operator's defaults."""
     given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     return op.complete(
         {

@@ -13,6 +13,7 @@ from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, read_draf
 from thor_dflash.builders.checkpoint.json_fields import Fields
 from thor_dflash.builders.checkpoint.target import TargetCheckpoint, read_target
 from thor_dflash.builders.resume_key import code, inventory
+from thor_dflash.calib.quantize.cache_scales import CacheScales
 from thor_dflash.calib.quantize.linear_rows import ShardReader, TensorReader
 from thor_dflash.calib.quantize.metadata import CONFIG, PRODUCER, REPORT, metadata, small_files
 from thor_dflash.calib.quantize.plan import QuantizePlan
@@ -36,6 +37,10 @@ class QuantizeReport:
     rounded_twice: tuple[str, ...]
     dropped: tuple[str, ...]
     """Stored scales that were not written."""
+    statistics: dict[str, str]
+    """What the statistics' file holds of its making, and its hash; empty without one."""
+    cache: tuple[CacheScales, ...]
+    """Calibrated scales of the KV cache, by layer."""
 
 
 def read_source(target: Path | None, drafter: Path | None) -> TargetCheckpoint | DrafterCheckpoint:
@@ -80,7 +85,7 @@ def write_tensors(
     small: further files.
     Raises: as `write`.
     """
-    settings = {**asdict(plan.config), "threads": 0}
+    settings = {**asdict(plan.config), "threads": 0, **_statistics(plan)}
     own = code(Path(calib.__path__[0]) / "quantize", Path(calib.__path__[0]) / "synthetic")
     key = "\n".join([repr(settings), own, source]).encode(errors="surrogateescape")
     with StagedCheckpoint(out, plan.files, hashlib.sha256(key).hexdigest()) as stage:
@@ -89,6 +94,12 @@ def write_tensors(
         text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
         stage.finish({**(small or {}), **metadata(plan, config), REPORT: text.encode()})
     return report
+
+
+def _statistics(plan: QuantizePlan) -> dict[str, str]:
+    if plan.statistics is None:
+        return {}
+    return {**plan.statistics.metadata, "sha256": plan.statistics.sha256}
 
 
 def _report(plan: QuantizePlan, rows: Iterable[Row]) -> QuantizeReport:
@@ -103,4 +114,6 @@ def _report(plan: QuantizePlan, rows: Iterable[Row]) -> QuantizeReport:
         subnormal=tuple(name for row in found for name in row["tiny"]),
         rounded_twice=plan.twice,
         dropped=plan.dropped,
+        statistics=_statistics(plan),
+        cache=plan.cache,
     )

@@ -95,7 +95,7 @@ def _excluded(plan: QuantizePlan) -> list[str]:
 
 
 def _modelopt(plan: QuantizePlan) -> Json:
-    cache = "FP8" if plan.config.kv == "cast" else None
+    cache = None if plan.config.kv == "none" else "FP8"
     found = [kind for kind in QUANTISED if _named(plan, kind)]
     if len(found) == 1:
         group = {"group_size": NVFP4_GROUP} if found[0] is WeightFormat.NVFP4 else {}
@@ -172,7 +172,7 @@ def _compressed_tensors(plan: QuantizePlan) -> Json:
         "kv_cache_scheme": None,
         "producer": PRODUCER,
     }
-    if plan.config.kv == "cast":
+    if plan.config.kv != "none":
         out["kv_cache_scheme"] = {**_weights(8, "tensor", None), "dynamic": False}
     return out
 

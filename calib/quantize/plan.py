@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint
 from thor_dflash.builders.checkpoint.linear_weights import Linear
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
 from thor_dflash.builders.checkpoint.shards import SINGLE, Shards
 from thor_dflash.builders.checkpoint.target import EMBEDDING, TargetCheckpoint
+from thor_dflash.calib.quantize.cache_scales import CacheScales, cache_scales
 from thor_dflash.calib.quantize.classes import DRAFTER_PRESETS, formats
 from thor_dflash.calib.quantize.staged_checkpoint import ShardFile, shard_file
+from thor_dflash.calib.quantize.statistics import Statistics, input_of
 from thor_dflash.calib.quantize.tensors import TYPE_NAMES, OutputTensor, quantised
 from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
@@ -21,14 +23,6 @@ SHARD_BYTES = 5_000_000_000
 """Largest shard, unless one unit of work is larger."""
 COPY_BYTES = 1 << 28
 """Bytes after which a unit of copied tensors ends."""
-
-SHARE_INPUT = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
-    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj"),
-}
-"""Linears that receive the same rows, so that engines run them as one product: they share the
-second scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,11 @@ class QuantizePlan:
     """Stored scales that are not written."""
     twice: tuple[str, ...]
     """Linears that are quantised in the source, too."""
+    statistics: Statistics | None = None
+    cache: tuple[CacheScales, ...] = ()
+    """Calibrated scales of the KV cache; none unless `config.kv` is scales."""
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Tensors of one number each that are computed, not copied."""
 
     @property
     def nbytes(self) -> int:
@@ -73,18 +72,22 @@ class QuantizePlan:
 
 
 def make_plan(
-    source: TargetCheckpoint | DrafterCheckpoint, config: QuantizeConfig, *, from_quantised: bool
+    source: TargetCheckpoint | DrafterCheckpoint,
+    config: QuantizeConfig,
+    *,
+    from_quantised: bool,
+    statistics: Statistics | None = None,
 ) -> QuantizePlan:
     """Plan the quantisation of a target or a drafter. Reads no weights.
 
     Raises:
-        CheckpointError: the checkpoint is quantised already, without `from_quantised`, or a matrix
-            cannot have the format.
+        CheckpointError: the checkpoint is quantised already, without `from_quantised`, a matrix
+            cannot have the format, or the statistics are of another model.
         ConfigError: a setting does not fit the model.
     """
     shards = source.shards
     linears = {n: one for n, one in source.linears.items() if not one.codes.endswith(EMBEDDING)}
-    config = _settle(config, drafter=isinstance(source, DrafterCheckpoint))
+    config = _settle(config, statistics, drafter=isinstance(source, DrafterCheckpoint))
     twice = _quantised_already(source, linears, from_quantised)
     kinds = formats(linears, config.preset, config.classes)
     kinds |= {name: WeightFormat.BF16 for name in twice if kinds[name] is None}
@@ -92,32 +95,57 @@ def make_plan(
         theirs = WeightFormat.FP8 in kinds.values()
         config = replace(config, dialect="compressed-tensors" if theirs else "modelopt")
     _check_columns(shards, linears, kinds)
+    if statistics is not None and isinstance(source, TargetCheckpoint):
+        changed = (n for n, kind in kinds.items() if kind and kind is not WeightFormat.BF16)
+        statistics.check(source, {input_of(n): _shape(shards, linears[n])[1] for n in changed})
+    cache, scalars = cache_scales(source, config, statistics)
     parts = {part for name, one in linears.items() if kinds[name] for part in one.parts}
     codes = {one.codes for one in linears.values()}
     dropped = (parts - codes) | {n for n in shards if "self_attn" in n and n.endswith("_scale")}
     copied = [name for name in shards if name not in parts | dropped]
     units = [
-        *_quantised_units(shards, linears, kinds, config.dialect),
+        *_quantised_units(shards, linears, kinds, config.dialect, statistics is not None),
         *_copied_units(shards, copied),
     ]
+    if scalars:
+        shape = (1,) if config.dialect == "compressed-tensors" else ()
+        made = tuple(OutputTensor(name, "F32", shape) for name in scalars)
+        units.append(WorkUnit("scales of the cache", None, (), made, 0))
     units.sort(key=lambda unit: unit.label)
     return QuantizePlan(
-        source, config, kinds, tuple(units), _files(units), tuple(sorted(dropped)), twice
+        source,
+        config,
+        kinds,
+        tuple(units),
+        _files(units),
+        tuple(sorted(dropped)),
+        twice,
+        statistics,
+        cache,
+        scalars,
     )
 
 
-def _settle(config: QuantizeConfig, *, drafter: bool) -> QuantizeConfig:
+def _settle(
+    config: QuantizeConfig, statistics: Statistics | None, *, drafter: bool
+) -> QuantizeConfig:
     """Decide preset and cache where they are `auto`."""
     preset, kv = config.preset, config.kv
     if preset == "auto":
         preset = "all-nvfp4" if drafter else "nvidia"
     if kv == "auto":
-        kv = "none" if drafter else "cast"
+        kv = "none" if drafter else "cast" if statistics is None else "scales"
     if drafter and preset not in DRAFTER_PRESETS:
         rule = f"{' or '.join(DRAFTER_PRESETS)} for a drafter"
         raise ConfigError(f"quantize.preset must be {rule} (got {preset})")
     if drafter and kv != "none":
         raise ConfigError(f"quantize.kv must be none for a drafter (got {kv})")
+    if drafter and (statistics is not None or config.method == "act"):
+        got = "act" if statistics is None else "--statistics"
+        raise ConfigError(f"quantize.method must be rtn or mse for a drafter (got {got})")
+    for key, value in (("method", config.method), ("kv", kv)):
+        if value in ("act", "scales") and statistics is None:
+            raise ConfigError(f"quantize.{key} {value} must go with --statistics (got none)")
     return replace(config, preset=preset, kv=kv)
 
 
@@ -176,12 +204,12 @@ def _quantised_units(
     linears: Mapping[str, Linear],
     kinds: Mapping[str, WeightFormat | None],
     dialect: str,
+    calibrated: bool,
 ) -> Iterator[WorkUnit]:
     groups: dict[str, list[str]] = {}
     for name in linears:
         if kinds[name] is not None:
-            layer, _, part = name.rpartition(".")
-            groups.setdefault(f"{layer}.{SHARE_INPUT.get(part, part)}", []).append(name)
+            groups.setdefault(input_of(name), []).append(name)
     for names in groups.values():
         # Classes never divide a group, so its members have one format.
         kind = kinds[names[0]]
@@ -190,7 +218,11 @@ def _quantised_units(
             tensor
             for name in names
             for tensor in quantised(
-                _stem(linears[name]), kind, _shape(shards, linears[name]), dialect
+                _stem(linears[name]),
+                kind,
+                _shape(shards, linears[name]),
+                dialect,
+                calibrated=calibrated,
             )
         ]
         codes = [linears[name].codes for name in names]

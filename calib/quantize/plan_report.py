@@ -84,7 +84,7 @@ def step_bytes(plan: QuantizePlan) -> int:
     dims = plan.source.dims
     if dims.tied:
         weights += next(row.nbytes for row in class_bytes(plan) if row.label == EMBED)
-    return weights + _state_bytes(dims, 1 if plan.config.kv == "cast" else 2)
+    return weights + _state_bytes(dims, 2 if plan.config.kv == "none" else 1)
 
 
 def _state_bytes(dims: TargetDims, kv_bytes: int) -> int:
@@ -107,8 +107,10 @@ def seconds(plan: QuantizePlan) -> float:
     begin = time.thread_time()
     blocks = nvfp4.as_blocks(sample)
     scales = nvfp4.rounded_scales(blocks, scale2)
-    if plan.config.method == "mse":
-        scales = nvfp4.searched_scales(blocks, amax)
+    if plan.config.method != "rtn":
+        even = nvfp4.channel_weights(np.ones(SAMPLE[1], np.float32))
+        factors = even if plan.config.method == "act" else None
+        scales = nvfp4.searched_scales(blocks, amax, factors)
     nvfp4.encode(blocks, scales, scale2)
     spent = time.thread_time() - begin
     return spent / sample.size * weights / (plan.config.threads or os.cpu_count() or 1)

@@ -19,6 +19,7 @@ from thor_dflash.calib.quantize import fp8, nvfp4
 from thor_dflash.calib.quantize.linear_rows import LinearRows, TensorReader
 from thor_dflash.calib.quantize.plan import QuantizePlan, WorkUnit
 from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
+from thor_dflash.calib.quantize.statistics import input_of
 from thor_dflash.calib.quantize.tensors import OutputTensor
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.progress import Progress, ProgressTask
@@ -105,8 +106,11 @@ class _Runner:
         outputs = {tensor.name: _Output(self.stage, tensor) for tensor in unit.tensors}
         flushed, zero, tiny = dict[str, int](), list[str](), list[str]()
         if unit.kind is None:
-            for output in outputs.values():
-                self._copy(output)
+            for name, output in outputs.items():
+                if name in self.plan.scalars:
+                    output.write(np.float32(self.plan.scalars[name]).tobytes())
+                else:
+                    self._copy(output)
         linears = {n: LinearRows.of(self.reader, self.plan.source.linears[n]) for n in unit.linears}
         amax = {name: self._amax(rows) for name, rows in linears.items()}
         largest = max(amax.values(), default=0.0)
@@ -118,6 +122,9 @@ class _Runner:
                 tiny += [name] * bool(0 < largest < nvfp4.LEAST_AMAX)
             elif unit.kind is WeightFormat.FP8:
                 self._fp8(rows, amax[name], next(parts), next(parts))
+                if self.plan.statistics and self.plan.config.dialect == "modelopt":
+                    rows_amax = self.plan.statistics.inputs[input_of(name)].amax
+                    next(parts).write(fp8.tensor_scale(rows_amax).tobytes())
             else:
                 self._bf16(rows, next(parts))
             zero += [name] * (amax[name] == 0)
@@ -151,15 +158,18 @@ class _Runner:
     ) -> int:
         """Write one linear; return how many of its blocks may have lost their values."""
         second = nvfp4.tensor_scale(largest)
-        search = self.plan.config.method == "mse"
+        method, weights = self.plan.config.method, None
+        if method == "act" and self.plan.statistics:
+            inputs = self.plan.statistics.inputs[input_of(rows.linear.name)]
+            weights = nvfp4.channel_weights(inputs.energy)
 
         def encode(span: tuple[int, int]) -> nvfp4.EncodedRows:
             if not largest:
                 return nvfp4.zero_rows(span[1] - span[0], rows.shape[1])
             blocks = nvfp4.as_blocks(rows.read(*span))
             found = nvfp4.rounded_scales(blocks, second)
-            if search:
-                found = nvfp4.searched_scales(blocks, np.float32(largest))
+            if method != "rtn":
+                found = nvfp4.searched_scales(blocks, np.float32(largest), weights)
             return nvfp4.encode(blocks, found, second)
 
         flushed = 0

@@ -47,10 +47,16 @@ class ShardFile:
     size: int
 
 
-def shard_file(name: str, tensors: Sequence[OutputTensor]) -> ShardFile:
+PYTORCH: Mapping[str, str] = {"format": "pt"}
+"""Metadata that transformers wants in a checkpoint."""
+
+
+def shard_file(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = PYTORCH
+) -> ShardFile:
     """Lay out a file. Larger element types come first, so that every tensor is aligned."""
     ordered = sorted(tensors, key=lambda t: (-TYPES[t.dtype].itemsize, t.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     at, offsets = 0, dict[str, int]()
     for tensor in ordered:
         end = at + tensor.nbytes
@@ -170,10 +176,23 @@ class StagedCheckpoint:
             return found
         with progress.task("checking the stopped run", total, "bytes") as task:
             for row in self._rows:
-                if all(self._hash(t, n) == digest for t, (n, digest) in row["tensors"].items()):
+                if self._intact(row):
                     found[row["unit"]] = row
                 task.advance(self._size(row))
         return found
+
+    def latest(self, progress: Progress) -> list[Row]:
+        """Return the journal's lines up to the last one whose bytes are still as they were: for a
+        run whose units overwrite what earlier ones wrote.
+        """
+        rows = list(self._rows)
+        with progress.task("checking the stopped run" if rows else "beginning"):
+            while rows and not self._intact(rows[-1]):
+                rows.pop()
+        return rows
+
+    def _intact(self, row: Row) -> bool:
+        return all(self._hash(t, n) == digest for t, (n, digest) in row["tensors"].items())
 
     @staticmethod
     def _size(row: Row) -> int:
@@ -194,6 +213,11 @@ class StagedCheckpoint:
             done = os.pwrite(self._files[file], view, begin + at)
             at, view = at + done, view[done:]
 
+    def read(self, tensor: str, at: int, size: int) -> bytes:
+        """Return `size` bytes of what was written, from byte `at` of the tensor on."""
+        file, begin = self._places[tensor]
+        return os.pread(self._files[file], size, begin + at)
+
     def finish_unit(self, row: Row) -> None:
         """Flush what a unit wrote, then note it: {"unit", "tensors": {name: [bytes, sha256]}}."""
         for file in {self._places[tensor][0] for tensor in row["tensors"]}:
@@ -203,15 +227,28 @@ class StagedCheckpoint:
     def finish(self, files: Mapping[str, bytes]) -> None:
         """Write the small files and turn the directory into the checkpoint by one rename."""
         for name, data in files.items():
-            with (self.partial / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            self._write_file(name, data)
         for handle in self._files.values():
             os.fsync(handle)
         (self.partial / JOURNAL).unlink()
         os.fsync(self._lock)
         self.partial.rename(self.out)
+        self._sync_parent()
+
+    def finish_file(self, data: bytes) -> None:
+        """Leave one file at `out` in place of a directory; what was staged goes."""
+        self._write_file(self.out.name, data)
+        (self.partial / self.out.name).replace(self.out)
+        self._sync_parent()
+        shutil.rmtree(self.partial)
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        with (self.partial / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_parent(self) -> None:
         parent = os.open(self.out.parent, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(parent)
         os.close(parent)

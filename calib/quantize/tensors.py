@@ -30,10 +30,10 @@ class OutputTensor:
 
 
 def quantised(
-    stem: str, kind: WeightFormat, shape: tuple[int, int], dialect: str
+    stem: str, kind: WeightFormat, shape: tuple[int, int], dialect: str, *, calibrated: bool
 ) -> Iterator[OutputTensor]:
     """Yield the tensors of the linear `stem` of `shape` [N, K]: its codes; for NVFP4 its block
-    scales; its scale, but not of BF16.
+    scales; its scale, but not of BF16; if `calibrated`, for modelopt's FP8 that of its rows.
     """
     rows, columns = shape
     if kind is WeightFormat.BF16:
@@ -43,6 +43,8 @@ def quantised(
     if kind is WeightFormat.FP8:
         yield OutputTensor(f"{stem}.weight", "F8_E4M3", shape)
         yield OutputTensor(f"{stem}.weight_scale", "F32", (rows, 1) if theirs else ())
+        if calibrated and not theirs:
+            yield OutputTensor(f"{stem}.input_scale", "F32", ())
         return
     suffix, scale = ("_packed", "weight_global_scale") if theirs else ("", "weight_scale_2")
     yield OutputTensor(f"{stem}.weight{suffix}", "U8", (rows, columns // 2))

@@ -10,7 +10,7 @@ from thor_dflash.plugins.numpy_math import dequantise, rms_norm, rounded, sigmoi
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     """See the operator's docstring for shapes."""
     dtype = DType.of(x["x"])
-    rows = wide(rounded(_prologue(x, a), dtype))
+    rows = wide(rounded(prologue(x, a), dtype))
     y = [_project(x, rows, i) for i in range(a.integer("segments"))]
     if a.word("epilogue") == "swiglu":
         y = [silu(y[0]) * y[1]]
@@ -19,7 +19,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     return {f"y{i}": rounded(value, dtype) for i, value in enumerate(y)}
 
 
-def _prologue(x: Arrays, a: Attributes) -> Array:
+def prologue(x: Arrays, a: Attributes) -> Array:
+    """Returns the rows after norm and gate, before they are rounded."""
     rows = wide(x["x"])
     if "norm_weight" in x:
         width = a.integer("head_dim") or rows.shape[1]

@@ -14,8 +14,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     rows, length = len(x["q"]), int(x["length"][0])
     at = length + np.arange(rows)
     dtype = DType.of(x["q"])
-    q = wide(rounded(_turned(x["q"], x["q_norm"], at, a, a.integer("heads")), dtype))
-    k = _turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads"))
+    q = wide(rounded(normed_and_turned(x["q"], x["q_norm"], at, a, a.integer("heads")), dtype))
+    k = normed_and_turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads"))
     v = wide(x["v"]).reshape(k.shape)
     out: dict[str, Array] = {}
     stored: dict[str, Array] = {}
@@ -28,7 +28,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     return {"o": rounded(attend(q, stored["k"], stored["v"], at), dtype)} | out
 
 
-def _turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Array:
+def normed_and_turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Array:
+    """Returns rows of keys or queries [T, heads, D] after norm and rotation."""
     by_head = wide(x).reshape(len(x), heads, a.integer("head_dim"))
     normed = rms_norm(by_head, wide(norm), a.real("norm_eps"), a.real("norm_offset"))
     return rope(normed, at, a.integer("rotary_dim"), a.real("rope_theta"))

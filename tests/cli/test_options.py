@@ -17,6 +17,7 @@ from thor_dflash.package.manifest import MAGIC, render
 COMMANDS = {
     "build": "--target t --out o",
     "quantize": "--target t --out o",
+    "calibrate": "--target t --prompts p --out o.safetensors",
     "synth": "--shape qwen3.5-0.8b --out o",
     "generate": "--package p --prompt a",
     "profile": "--package p --prompt a",

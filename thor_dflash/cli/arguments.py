@@ -88,6 +88,8 @@ def quantize(sub: argparse.ArgumentParser) -> None:
     _add(source, "--target DIR", "directory of the target model to quantise (Hugging Face)")
     _add(source, "--drafter DIR", "directory of the DFlash drafter to quantise instead")
     _add(sub, "--out DIR", "new directory for the quantised checkpoint")
+    _add(sub, "--statistics FILE", "activations of the target, made by thor-dflash calibrate: for "
+         "method act, scales of the KV cache, and input_scale of modelopt's FP8")  # fmt: skip
     _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
     _add(sub, "--from-quantised", "accept a checkpoint that is quantised already, and round its "
          "weights a second time")  # fmt: skip
@@ -95,6 +97,16 @@ def quantize(sub: argparse.ArgumentParser) -> None:
         sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
         "quantize.kv",
     )  # fmt: skip
+
+
+def calibrate(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `calibrate`."""
+    _add(sub, "--target DIR", "directory of the target model (Hugging Face), quantised or not",
+         required=True)  # fmt: skip
+    _add(sub, "--prompts FILE", 'JSON lines to run: {"messages": [...]}, {"text": "..."} or '
+         '{"tokens": [...]}', required=True)  # fmt: skip
+    _add(sub, "--out FILE", "file to write, a .safetensors", required=True)
+    _settings(sub, "calibrate.tokens")
 
 
 def synth(sub: argparse.ArgumentParser) -> None:
@@ -332,6 +344,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
               "make a package out of a target model and, if there is one, its drafter"),
     "quantize": (quantize, "quantize",
                  "make an NVFP4 and FP8 checkpoint out of a BF16 one"),
+    "calibrate": (calibrate, "calibrate",
+                  "measure a target's activations, for quantize --statistics"),
     "synth": (synth, "quantize",
               "write a checkpoint of a published shape with random values, to rehearse a build"),
     "generate": (generate, "engine decode", "answer one prompt with a package"),

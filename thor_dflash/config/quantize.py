@@ -24,14 +24,16 @@ class QuantizeConfig:
     """Format of one class in place of the preset's, as `gdn=fp8` or, for some layers,
     `mlp:56-63=fp8`. Classes: mlp, attention, gdn (or gdn_in, gdn_out), head, fc. Formats: nvfp4,
     fp8, keep. A later entry wins."""
-    method: Literal["rtn", "mse"] = "mse"
+    method: Literal["rtn", "mse", "act"] = "mse"
     """How NVFP4's block scales are found: mse has the smallest square error, rtn is what
-    Model-Optimizer's default gives, byte for byte."""
+    Model-Optimizer's default gives, byte for byte, and act, which needs `--statistics`, has the
+    smallest square error of the outputs."""
     dialect: Literal["auto", "modelopt", "compressed-tensors"] = "auto"
     """Names and scales of the stored tensors; auto is compressed-tensors where a linear is FP8,
     else modelopt. vLLM wants a calibrated input_scale for modelopt's FP8."""
-    kv: Literal["auto", "cast", "none"] = "auto"
-    """What the checkpoint declares of the KV cache: cast is FP8 with scale 1, none is nothing; auto
-    is cast for a target, none for a drafter."""
+    kv: Literal["auto", "scales", "cast", "none"] = "auto"
+    """What the checkpoint declares of the KV cache: scales is FP8 with a calibrated scale for each
+    layer, cast is FP8 with scale 1, none is nothing; auto is scales with `--statistics`, else cast
+    for a target, none for a drafter."""
     threads: Count = 0
     """CPU threads; 0: every core."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.calibrate import CalibrateConfig
 from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.quantize import QuantizeConfig
@@ -28,6 +29,7 @@ class Config:
 
     build: BuildConfig = field(default_factory=BuildConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

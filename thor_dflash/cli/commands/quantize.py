@@ -30,6 +30,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         from thor_dflash.calib.quantize import checkpoint, plan_report
         from thor_dflash.calib.quantize.plan import make_plan
         from thor_dflash.calib.quantize.staged_checkpoint import check_out
+        from thor_dflash.calib.quantize.statistics import read_statistics
 
     out: Path | None = args.out
     if out is None and not args.plan:
@@ -38,7 +39,12 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         check_out(out, args.target or args.drafter)
     with progress.task("reading headers"):
         source = checkpoint.read_source(args.target, args.drafter)
-        plan = make_plan(source, config.quantize, from_quantised=args.from_quantised)
+        plan = make_plan(
+            source,
+            config.quantize,
+            from_quantised=args.from_quantised,
+            statistics=read_statistics(args.statistics) if args.statistics else None,
+        )
         text = plan_report.table(plan)
     report = None if args.plan or out is None else checkpoint.write(plan, out, progress)
     progress.close()
@@ -56,8 +62,9 @@ def _print_plan_notes(plan: QuantizePlan) -> None:
 
     if plan.config.preset == "all-nvfp4" and isinstance(plan.source, TargetCheckpoint):
         print("note: GDN and attention in NVFP4 may cost quality; compare answers before use")
-    if plan.config.dialect == "modelopt" and WeightFormat.FP8 in plan.kinds.values():
-        print("note: vLLM wants input_scale beside modelopt's FP8, which this file has not")
+    scaled = plan.config.dialect != "modelopt" or plan.statistics is not None
+    if not scaled and WeightFormat.FP8 in plan.kinds.values():
+        print("note: vLLM wants input_scale beside modelopt's FP8, which needs --statistics")
     if plan.twice:
         print(f"note: rounded twice, the source is quantised already: {_some(plan.twice)}")
     if plan.dropped:

@@ -1,0 +1,1 @@
+"""Statistics of a target's activations, taken from documents that it reads."""

@@ -1,0 +1,86 @@
+"""Sums over the activations of one layer: what its linears receive, and what its cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thor_dflash.calib.quantize.statistics import CacheStatistics, InputStatistics
+from thor_dflash.core.errors import CheckpointError
+from thor_dflash.core.tensors import Array
+
+Wide = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Sums:
+    square: Wide
+    """[K], of the squares."""
+    amax: Wide
+    """[K]."""
+    rows: int = 0
+
+    def add(self, rows: Array) -> None:
+        self.square += (rows.astype(np.float64) ** 2).sum(axis=0)
+        np.maximum(self.amax, np.abs(rows).max(axis=0), out=self.amax)
+        self.rows += len(rows)
+
+
+@dataclass(slots=True)
+class ActivationSums:
+    """The sums of one layer, added to chunk by chunk, in float64."""
+
+    _inputs: dict[str, _Sums] = field(default_factory=dict[str, _Sums])
+    _cache: dict[str, _Sums] = field(default_factory=dict[str, _Sums])
+
+    def received(self, name: str, rows: Array) -> None:
+        """Add the rows [T, K] that the linears of one input receive.
+
+        Raises: CheckpointError if one is infinite or NaN.
+        """
+        _add(self._inputs, name, rows)
+
+    def cached(self, part: str, rows: Array) -> None:
+        """Add keys or values [T, Hkv, D]; `part` is "k" or "v".
+
+        Raises: CheckpointError if one is infinite or NaN.
+        """
+        _add(self._cache, part, rows.reshape(-1, rows.shape[1] * rows.shape[2]))
+
+    def inputs(self) -> Mapping[str, InputStatistics]:
+        """Return the statistics of each input."""
+        return {
+            name: InputStatistics(
+                (sums.square / sums.rows).astype(np.float32), float(sums.amax.max())
+            )
+            for name, sums in self._inputs.items()
+        }
+
+    def cache(self, kv_heads: int) -> CacheStatistics | None:
+        """Return the statistics of the cache, or None of a layer without one."""
+        if not self._cache:
+            return None
+        k, v = (
+            self._cache[part].amax.reshape(kv_heads, -1).max(axis=1).astype(np.float32)
+            for part in "kv"
+        )
+        values = self._cache["v"]
+        return CacheStatistics(k, v, float(np.sqrt(values.square.mean() / values.rows)))
+
+
+def finite(rows: Array, name: str) -> Array:
+    """Return the rows, after checking them. Raises CheckpointError if one is infinite or NaN."""
+    if not np.isfinite(rows).all():
+        raise CheckpointError(f"activations at {name} must be finite numbers (got NaN or infinity)")
+    return rows
+
+
+def _add(sums: dict[str, _Sums], name: str, rows: Array) -> None:
+    finite(rows, name)
+    if name not in sums:
+        width = int(rows.shape[1])
+        sums[name] = _Sums(np.zeros(width), np.zeros(width))
+    sums[name].add(rows)
