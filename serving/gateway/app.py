@@ -189,7 +189,9 @@ class Gateway:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         found = await self.pool.everywhere("stats")
-        text = metrics.render([(member.endpoint, stats) for member, stats in found])
+        text = metrics.render(
+            metrics.ServerStats(member.endpoint, member.model, stats) for member, stats in found
+        )
         return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -57,6 +57,7 @@ def completion(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
             {"index": 0, "message": message, "finish_reason": _finish(result), "logprobs": None}
         ],
         "usage": usage(result),
+        **acceptance(result),
         "thor_dflash": telemetry(result),
     }
 
@@ -96,7 +97,12 @@ def ending(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
 
 def counted(answer: ResponseHeader, result: wire.Result) -> dict[str, Any]:
     """Return the piece with the usage, sent after the last one if requested."""
-    return {**_frame(answer, "chat.completion.chunk"), "choices": [], "usage": usage(result)}
+    return {
+        **_frame(answer, "chat.completion.chunk"),
+        "choices": [],
+        "usage": usage(result),
+        **acceptance(result),
+    }
 
 
 def usage(result: wire.Result) -> dict[str, Any]:
@@ -110,6 +116,28 @@ def usage(result: wire.Result) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": u.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": u.thinking_tokens},
     }
+
+
+def acceptance(result: wire.Result) -> dict[str, Any]:
+    """Return `metrics.speculative_decoding` as vLLM has it, from which AIPerf and its SPEED-Bench
+    report read the acceptance of each request; nothing without a drafter. Tokens that a grammar or
+    a budget forced count as accepted drafts: they cost no cycle either.
+    """
+    spec = result.spec
+    if spec is None or len(spec.accept_hist) < 2:
+        return {}
+    accepted = sum(count * cycles for count, cycles in enumerate(spec.accept_hist))
+    drafted = spec.drafted + spec.forced
+    stats = {
+        "mean_acceptance_length": 1 + accepted / spec.cycles if spec.cycles else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": spec.accept_hist,
+        "num_spec_steps": spec.cycles,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": len(spec.accept_hist) - 1,
+    }
+    return {"metrics": {"speculative_decoding": stats}}
 
 
 def telemetry(result: wire.Result) -> dict[str, Any]:

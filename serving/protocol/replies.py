@@ -163,6 +163,47 @@ class PlanTimes(Struct, frozen=True, kw_only=True):
     ttfa_ms: float | None
     e2e_ms: float
     tok_s: float
+    accept_len: float | None
+    """Tokens per cycle; null without a drafter."""
+    watts: dict[str, float] | None
+    """Mean power of each rail; null without sensors."""
+
+
+class DeadlineCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Plans with a deadline since the start."""
+
+    met: int = 0
+    missed: int = 0
+    """Cut at the deadline, answered after it, or not answered at all."""
+    refused: int = 0
+    """`deadline_infeasible`."""
+
+
+class EnergyCounts(Struct, frozen=True, kw_only=True):
+    """Energy of the plans since the start."""
+
+    joules: dict[str, float]
+    """By power rail of the board, its idle draw included; empty without sensors."""
+    seconds: float
+    """Time of the runs that were measured."""
+
+
+class TimeHistogram(Struct, frozen=True, kw_only=True):
+    """Times since the start."""
+
+    buckets: tuple[int, ...]
+    """Plans in each bucket, one more than there are bounds."""
+    sum_ms: float
+
+
+class Histograms(Struct, frozen=True, kw_only=True):
+    """Times since the start by buckets, each of which holds its upper bound."""
+
+    bounds_ms: tuple[float, ...]
+    queue_ms: TimeHistogram
+    ttft_ms: TimeHistogram
+    ttfa_ms: TimeHistogram
+    e2e_ms: TimeHistogram
 
 
 class HostState(Struct, frozen=True, kw_only=True):
@@ -203,6 +244,9 @@ class StatsReply(ControlReply, frozen=True):
     spec: SpeculationCounts
     percentiles: Latencies
     last: tuple[PlanTimes, ...]
+    deadlines: DeadlineCounts
+    energy: EnergyCounts
+    histograms: Histograms
     reuse: ReuseCounts
     running: int
     waiting: int

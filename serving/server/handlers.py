@@ -387,6 +387,8 @@ class RequestHandlers:
             return
         if isinstance(job.request, messages.PlanRequest) and not isinstance(outcome, dict):
             self._log(plan_line(job, outcome))
+            if job.deadline is not None:
+                self.stats.deadline(outcome, late=time.monotonic() > job.deadline)
         if isinstance(outcome, PlanError):
             self._answer_error(job, outcome)
         elif isinstance(outcome, dict):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thor_dflash.core.errors import PlanError
+from thor_dflash.core.errors import Code, PlanError
+from thor_dflash.core.results import Timings
 from thor_dflash.serving.protocol import messages
 
 WINDOW = 256
@@ -14,6 +17,28 @@ WINDOW = 256
 MAX_LISTED = 16
 """Newest plans that are listed one by one."""
 LATENCIES = ("queue_ms", "ttft_ms", "ttfa_ms", "e2e_ms")
+BOUNDS_MS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 300, 500, 750, 1000, 1500, 2000, 3000, 5000, 7500, 10_000,
+    15_000, 20_000, 30_000, 60_000, 120_000, 300_000, 1_800_000,
+)  # fmt: skip
+"""Upper bounds of the buckets of a histogram, ms; the last bucket has none. A plan of the 27B takes
+10 to 20 s, a wait in the queue anything from nothing to a minute."""
+LATE: Mapping[Code, str] = {"deadline": "missed", "deadline_infeasible": "refused"}
+"""Error code -> how a plan that ended with it fared with its deadline; other codes say nothing."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Times since the start, by bucket."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_MS) + 1))
+    """Times in each bucket, not summed over the smaller ones."""
+    sum_ms: float = 0.0
+
+    def add(self, ms: float) -> None:
+        """Record a time; a bound belongs to the bucket below it."""
+        self.buckets[bisect.bisect_left(BOUNDS_MS, ms)] += 1
+        self.sum_ms += ms
 
 
 @dataclass(slots=True)
@@ -30,6 +55,15 @@ class Stats:
     """Tokens by kind, as in `Usage`."""
     spec: Counter[str] = field(default_factory=Counter[str])
     per_position: Counter[int] = field(default_factory=Counter[int])
+    deadlines: Counter[str] = field(default_factory=Counter[str])
+    """Plans with a deadline: met, missed or refused as infeasible."""
+    joules: Counter[str] = field(default_factory=Counter[str])
+    """Energy of the plans by power rail."""
+    measured_s: float = 0.0
+    """Time over which the energy was measured, s: of all runs if there are sensors."""
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram() for name in LATENCIES}
+    )
     _last: deque[dict[str, Any]] = field(
         default_factory=lambda: deque[dict[str, Any]](maxlen=WINDOW)
     )
@@ -43,9 +77,38 @@ class Stats:
             for name in ("cycles", "drafted", "accepted", "forced"):
                 self.spec[name] += getattr(spec, name)
             self.per_position.update(dict(enumerate(spec.accepted_per_position)))
-        if (times := result.timings) is not None:
-            listed = {name: getattr(times, name) for name in (*LATENCIES, "tok_s")}
-            self._last.append({"finish_reason": result.finish_reason, **listed})
+        if result.timings is not None:
+            self._times(result, result.timings)
+
+    def _times(self, result: messages.Result, times: Timings) -> None:
+        listed = {name: getattr(times, name) for name in LATENCIES}
+        for name, ms in listed.items():
+            if ms is not None:
+                self.histograms[name].add(ms)
+        watts = None
+        if times.energy_j:
+            seconds = 1e-3 * (times.e2e_ms - times.queue_ms)
+            self.joules.update(times.energy_j)
+            self.measured_s += seconds
+            watts = {rail: joules / seconds for rail, joules in times.energy_j.items()}
+        accept_len = result.spec.accept_len if result.spec else None
+        self._last.append(
+            {
+                "finish_reason": result.finish_reason,
+                **listed,
+                "tok_s": times.tok_s,
+                "accept_len": accept_len,
+                "watts": watts,
+            }
+        )
+
+    def deadline(self, outcome: messages.Result | PlanError, *, late: bool) -> None:
+        """Record how a plan that had a deadline ended; `late`: after it."""
+        if isinstance(outcome, messages.Result):
+            late = late or outcome.finish_reason == "deadline"
+            self.deadlines["missed" if late else "met"] += 1
+        elif outcome.code in LATE:
+            self.deadlines[LATE[outcome.code]] += 1
 
     def error(self, error: PlanError) -> None:
         """Record an error answer."""
@@ -68,6 +131,9 @@ class Stats:
                 for name in LATENCIES
             },
             "last": list(self._last)[-MAX_LISTED:],
+            "deadlines": dict(self.deadlines),
+            "energy": {"joules": dict(self.joules), "seconds": self.measured_s},
+            "histograms": {"bounds_ms": BOUNDS_MS, **self.histograms},
         }
 
 
