@@ -14,6 +14,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import thor_dflash
+
 ROOT = Path(__file__).parent.parent
 TOPS = ("plugins", "builders", "runtime", "calib", "serving")
 OWN = ("cli", "config", "core", "package")
@@ -40,7 +42,7 @@ MAY = dict(
     jsonschema_rs serving/planner/schema_validator.py tests/*
     starlette serving/gateway/* tests/*
     uvicorn serving/gateway/http_server.py tests/*
-    prometheus_client serving/gateway/metrics.py
+    prometheus_client serving/gateway/metrics.py tests/*
     openai tests/*
     yaml thor_dflash/cli/commands/schema.py tests/*
     packaging tests/*
@@ -301,3 +303,15 @@ def test_every_dependency_is_pinned_by_version_alone() -> None:
         assert first
         distribution = first.group().lower().replace("_", "-")
         assert distribution in {*pinned, project["name"]}, need
+
+
+def test_every_file_has_the_version_that_the_changelog_names() -> None:
+    heading = re.search(r"^## ([\d.]+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heading is not None
+    number, date = heading.groups()
+    assert thor_dflash.__version__ == (f"{number}.dev0" if date == "unreleased" else number)
+    ros = ROOT / "serving/ros2"
+    for path in (*ros.glob("*/package.xml"), *ros.glob("*/setup.py")):
+        found = re.search(r"(?:<version>|    version=\")([\d.]+)", path.read_text())
+        assert found is not None
+        assert found.group(1) == number, path  # ROS has no pre-releases

@@ -1,3 +1,3 @@
 """Block-diffusion speculative decoding of a robot planner on one edge board."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thor_dflash.core.progress import amount
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTurn:
@@ -247,7 +249,8 @@ def turn_row(turn: ReplayTurn) -> tuple[str, ...]:
 def text(report: ReplayReport, base: ReplayReport | None = None) -> str:
     """The report as plain text."""
     s = report.subject
-    lines = [f"{s.target}: {s.conversations} conversations, {s.turns} turns"]
+    counts = f"{amount(s.conversations, 'conversations')}, {amount(s.turns, 'turns')}"
+    lines = [f"{s.target}: {counts}"]
     if s.forced:
         lines.append(f"answers forced from the trace, assumed tokens per cycle: {s.forced}")
     lines += [f"note: {note}" for note in s.notes]

@@ -18,7 +18,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.loop import TokenChunk
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import PackageText, Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation
 from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
 from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
@@ -70,6 +70,27 @@ class TurnEncoder:
         # The template of a recorded answer without a text reads the same as that of an empty one.
         given = [{"content": "", **message} for message in messages]
         return self.tokenizer.render(given, self.thinking, conversation.tools)
+
+
+def check_fits(package: PackageText, trace: RecordedTrace, *, thinking: bool) -> None:
+    """Refuse a trace of which the context cannot hold the first turn of any conversation, before
+    anything is loaded; the later ones are longer.
+
+    Raises:
+        RequestError: it cannot, or the template refuses a turn.
+    """
+    if package.tokenizer is None:
+        raise RequestError("a package to replay on must have a tokenizer (got one without)")
+    encoder, least = TurnEncoder(package.tokenizer, thinking), 0
+    for conversation in trace.conversations:
+        prompt = encoder.encode(conversation, conversation.turns[0]).prompt.ids
+        if len(prompt) < package.limit:
+            return
+        least = min(least or len(prompt), len(prompt))
+    raise RequestError(
+        f"the first turn of a conversation must be < {package.limit} tokens, the context of "
+        f"{package.capacity} less one block (got {least} or more)"
+    )
 
 
 @dataclass

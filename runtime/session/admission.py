@@ -20,6 +20,7 @@ from thor_dflash.config.decode import (
 )
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import show
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule, Policy, Sampling
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
@@ -66,6 +67,34 @@ class Request:
     forced: ForcedAnswer | None = None
     """Commit these ids as the answer, whatever the model would choose. `max_tokens` is their
     number, and no other option shapes the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackageText:
+    """What prompts are made and measured with: known before an engine is loaded."""
+
+    manifest: Manifest
+    tokenizer: Tokenizer | None
+    """None if the package has none."""
+    capacity: int
+    """Tokens of the context."""
+
+    @property
+    def limit(self) -> int:
+        """Maximum tokens of prompt and answer together: one block stays free."""
+        return self.capacity - self.manifest.block
+
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """Refuse a prompt and an answer that do not fit into the context.
+
+        Raises:
+            RequestError: both together are longer than `limit`.
+        """
+        if (need := prompt + max_tokens) > self.limit:
+            raise RequestError(
+                f"prompt and max_tokens together must be <= {self.limit} tokens, the context of "
+                f"{self.capacity} less one block (got {prompt} + {max_tokens} = {need})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,12 +401,8 @@ def check_request(
         raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be >= 1 (got {max_tokens})")
-    need = len(prompt) + max_tokens
-    if need > model.limit:
-        raise RequestError(
-            f"prompt and max_tokens together must be <= {model.limit} tokens, the context of "
-            f"{model.capacity} less one block (got {len(prompt)} + {max_tokens} = {need})"
-        )
+    package = PackageText(model.manifest, None, model.capacity)
+    package.check_length(len(prompt), max_tokens)
     slots = model.graphs["accept"].inputs["stop"].at({})[0]
     if len(stop) > slots:
         raise RequestError(f"stop must hold at most {slots} ids (got {len(stop)})")

@@ -29,6 +29,7 @@ from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.session.admission import (
     Admission,
     Admitted,
+    PackageText,
     Request,
     check_request,
     resolve_sampling,
@@ -38,7 +39,7 @@ from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
-__all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
+__all__ = ["PackageText", "Request", "RequestReport", "Session", "TokenChunk", "open_session"]
 
 
 FINALISER_S = 10.0
@@ -70,6 +71,11 @@ class Session:
     def manifest(self) -> Manifest:
         """The package's manifest."""
         return self.model.manifest
+
+    @property
+    def package_text(self) -> PackageText:
+        """What prompts are made and measured with."""
+        return PackageText(self.manifest, self.tokenizer, self.model.capacity)
 
     @property
     def drafter(self) -> Literal["dflash", "none"]:
@@ -223,11 +229,13 @@ def open_session(
     *,
     choose: bool = False,
     reuse: int = 0,
+    check: Callable[[PackageText], object] | None = None,
 ) -> Session:
     """Check a package and load it, with every prefill step size up to the one that `config` names.
     `reuse` is the memory for the states of earlier turns, bytes, without which none are kept.
     With `choose`, if `config` names none, all sizes are loaded and the caller sets `model.chunk`
-    before the first request.
+    before the first request. `check` may refuse what is to be asked before the engine is loaded,
+    which takes seconds.
 
     Raises:
         PackageError: it is damaged, of another version, or was replaced meanwhile.
@@ -245,6 +253,8 @@ def open_session(
             with package_manifest.checking(package, found, progress):
                 # Before the weights, so that a bad tokenizer is reported at once.
                 tokenizer = Tokenizer.load(package) if found.tokenizer else None
+                if check is not None:
+                    check(PackageText(found, tokenizer, capacity))
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
                 with progress.task("loading graphs"):

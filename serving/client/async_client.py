@@ -28,7 +28,7 @@ from thor_dflash.serving.client.connection import (
     unreachable,
 )
 from thor_dflash.serving.client.options import Options
-from thor_dflash.serving.client.retry import CANCEL_MS, Attempts, Reply
+from thor_dflash.serving.client.retry import CANCEL_MS, Attempts, EncodedRequest, Reply
 from thor_dflash.serving.protocol import messages
 
 Inbox = asyncio.Queue[Reply | PlanError]
@@ -216,7 +216,7 @@ class AsyncPlanner:
         sent = attempts.send()
         inbox = self._inboxes[sent.id] = Inbox()
         try:
-            await self._send(sent.body, attempts.connect_by)
+            await self._send(sent, attempts)
             return (await self._next(inbox, attempts)).table()
         finally:
             del self._inboxes[sent.id]
@@ -225,7 +225,7 @@ class AsyncPlanner:
         sent, over = attempts.send(), False
         inbox = self._inboxes[sent.id] = Inbox()
         try:
-            await self._send(sent.body, attempts.connect_by)
+            await self._send(sent, attempts)
             while not over:
                 reply = await self._next(inbox, attempts)
                 over = reply.type != "chunk"
@@ -242,7 +242,7 @@ class AsyncPlanner:
         # If it failed, the connection is gone, and the server cancels the plan for that reason.
         sent.add_done_callback(_ignore_failure)
 
-    async def _send(self, body: bytes, until: float) -> None:
+    async def _send(self, sent: EncodedRequest, attempts: Attempts) -> None:
         if self._closed.is_set():
             raise client_closed(self.endpoint)
         if self._refused.is_set():
@@ -250,18 +250,18 @@ class AsyncPlanner:
             self._seen = 0
             reconnect(self._socket, self.endpoint)
         # Without an empty delimiter frame; the answer then has none: see protocol.md, section 1.
-        sending = asyncio.ensure_future(self._socket.send(body))
+        sending = asyncio.ensure_future(self._socket.send(sent.body))
         refused = asyncio.ensure_future(self._refused.wait())
         try:
             await asyncio.wait(
                 [sending, refused],
-                timeout=until - time.monotonic(),
+                timeout=attempts.connect_by - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if self._closed.is_set():  # closing the client has cancelled the send
                 raise client_closed(self.endpoint)
             if not sending.done():
-                raise unreachable(self.endpoint, self._seen)
+                raise attempts.connect_error(self.endpoint, self._seen)
             sending.result()
         finally:
             sending.cancel()

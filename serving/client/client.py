@@ -22,6 +22,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.connection import (
     MONITORED,
     REFUSED,
+    ConnectError,
     client_closed,
     connect,
     next_state,
@@ -52,11 +53,12 @@ class _Connection:
         """Whether the connection was lost since the last message to the server."""
         connect(self._socket, endpoint)
 
-    def send(self, body: bytes, until: float) -> None:
+    def send(self, body: bytes, until: float, error: ConnectError = unreachable) -> None:
         """Send as soon as there is a connection.
 
         Raises:
-            PlanError: the server refused the connection, or there is none by `until`, monotonic s.
+            PlanError: what `error` returns: the server refused the connection, or there is none by
+                `until`, monotonic s.
         """
         self._drain()
         self._lost = False
@@ -75,7 +77,7 @@ class _Connection:
                     return
             self._drain()
             if self._seen & REFUSED or time.monotonic() >= until:
-                raise unreachable(self._endpoint, self._seen)
+                raise error(self._endpoint, self._seen)
 
     def receive(self, attempts: Attempts) -> bytes:
         """Return the next body.
@@ -194,7 +196,7 @@ class RemotePlanner:
         self._streams.add(connection)
         self._sessions[sent.id] = attempts.session
         try:
-            connection.send(sent.body, attempts.connect_by)
+            connection.send(sent.body, attempts.connect_by, attempts.connect_error)
             while not over:
                 self._check_open()
                 reply = Reply.read(self.options.codec, connection.receive(attempts))
@@ -300,7 +302,7 @@ class RemotePlanner:
 
     def _once(self, attempts: Attempts) -> Reply:
         sent = attempts.send()
-        self._control.send(sent.body, attempts.connect_by)
+        self._control.send(sent.body, attempts.connect_by, attempts.connect_error)
         try:
             reply = Reply.read(self.options.codec, self._control.receive(attempts))
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ SOCKET_OPTIONS = {
     zmq.RCVHWM: 1024,
     **KEEPALIVE,
 }
+
+ConnectError = Callable[[str, int], PlanError]
+"""Endpoint and last event of the connection -> the error for a connection that did not come about.
+"""
 
 
 class LostRequest(PlanError):

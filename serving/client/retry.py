@@ -217,6 +217,15 @@ class Attempts:
             request = with_time_left(structs.replace(request, session=self.session), self.began)
         return encode(request, self.options)
 
+    def connect_error(self, endpoint: str, seen: int) -> PlanError:
+        """Return the error for a connection that did not come about by `connect_by`; `seen` as for
+        `unreachable`. A deadline may be too short to find out whether a server is there.
+        """
+        if seen or _deadline_ms(self.request) is None or time.monotonic() < self._due:
+            return unreachable(endpoint, seen)
+        text = f"the deadline passed before there was a connection to {endpoint}"
+        return PlanError("deadline", text)
+
     def timeout_error(self, endpoint: str, seen: int) -> PlanError:
         """Return the error for a reply that did not come in time; `seen` as for `unreachable`."""
         planned = isinstance(self.request, messages.PlanRequest)

@@ -68,8 +68,8 @@ VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "cancelled": "abort", "pre
 """vLLM's finish reason for ours; all others become `length`, as in an answer over HTTP."""
 
 Stats = Mapping[str, Any]
-Sample = tuple[tuple[str, ...], Any]
-"""Values of the labels beside those of the server, and the value."""
+Sample = tuple[tuple[str, ...], float | dict[str, Any]]
+"""Values of the labels beside those of the server, and the value; of a histogram its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,12 @@ def _one(section: str, key: str, stats: Stats) -> Iterable[Sample]:
 
 
 def _each(path: tuple[str, ...], stats: Stats) -> Iterable[Sample]:
-    return (((value,), count) for value, count in _at(stats, *path).items())
+    counts: dict[str, float] = _at(stats, *path)
+    return (((value,), count) for value, count in counts.items())
 
 
 def _positions(stats: Stats) -> Iterable[Sample]:
-    counts = _at(stats, "spec", "accepted_per_position")
+    counts: list[int] = _at(stats, "spec", "accepted_per_position")
     return (((str(position),), count) for position, count in enumerate(counts))
 
 
@@ -193,8 +194,9 @@ def _quantiles(key: str, stats: Stats) -> Iterable[Sample]:
 def _histogram(key: str, stats: Stats) -> Iterable[Sample]:
     if not (times := _at(stats, "histograms", key)):
         return
+    counts: list[int] = times["buckets"]
     bounds = [*(f"{ms / 1e3:g}" for ms in stats["histograms"]["bounds_ms"]), "+Inf"]
-    buckets = list(zip(bounds, accumulate(times["buckets"]), strict=True))
+    buckets = list(zip(bounds, accumulate(counts), strict=True))
     yield (), {"buckets": buckets, "sum_value": times["sum_ms"] / 1e3}
 
 
@@ -205,7 +207,8 @@ def _generated(stats: Stats) -> Iterable[Sample]:
 
 def _reasons(stats: Stats) -> Iterable[Sample]:
     found: Counter[str] = Counter()
-    for reason, count in _at(stats, "finished").items():
+    counts: dict[str, int] = _at(stats, "finished")
+    for reason, count in counts.items():
         found[VLLM_REASONS.get(reason, "length")] += count
     return (((reason,), count) for reason, count in found.items())
 

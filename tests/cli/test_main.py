@@ -31,6 +31,7 @@ from thor_dflash.config.decode import (
 )
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.core.results import Speculation, Timings, Usage
+from thor_dflash.runtime.session.admission import PackageText
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 
@@ -98,10 +99,15 @@ class Session:
     tokenizer: Tokenizer | None
     answer: str = "think</think>\n\nhé<|im_end|>"
     manifest: Any = MANIFEST
-    model: Any = field(default_factory=lambda: SimpleNamespace(limit=100))
+    model: Any = field(default_factory=lambda: SimpleNamespace(limit=2000))
     fault: BaseException | None = None
     requests: list[Request] = field(default_factory=list)
     closed: bool = False
+
+    @property
+    def package_text(self) -> PackageText:
+        capacity = self.model.limit + self.manifest.block
+        return PackageText(self.manifest, self.tokenizer, capacity)
 
     def generate(self, request: Request) -> Iterator[Chunk]:
         self.requests.append(request)
@@ -122,7 +128,7 @@ class Session:
 def session(text: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A stand-in that `open_session` returns, so that no model is needed."""
     it = Session(text)
-    install(monkeypatch, "runtime.session", open_session=lambda *a: it, Request=Request)
+    install(monkeypatch, "runtime.session", open_session=lambda *a, **options: it, Request=Request)
     return it
 
 

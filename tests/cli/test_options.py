@@ -104,6 +104,13 @@ def test_a_text_that_begins_like_an_option_is_a_text(capsys: pytest.CaptureFixtu
     assert refused(capsys, *line[:3], "--prompt", "a", "--sche=b c").startswith("unrecognized")
 
 
+def test_of_an_unknown_option_its_name_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse takes the option's value for the TEXT, and what is left over is the TEXT."""
+    line = refused(capsys, "plan", "--shcema", "plan.json", "hi")
+    assert line.startswith("unrecognized arguments: --shcema: did you mean --schema?")
+    assert refused(capsys, "plan", "hi", "ho").startswith("unrecognized arguments: ho")
+
+
 @pytest.mark.parametrize(
     "line",
     [

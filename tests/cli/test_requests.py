@@ -15,7 +15,13 @@ from thor_dflash.config.decode import NO_BUDGET, NO_DRAFT_LIMITS
 from thor_dflash.config.tree import load
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session import Request
+from thor_dflash.runtime.session import PackageText, Request
+
+
+def session_of(text: Any, limit: int) -> Any:
+    model = SimpleNamespace(limit=limit, capacity=limit + MANIFEST.block)
+    package = PackageText(MANIFEST, text, model.capacity)
+    return SimpleNamespace(manifest=MANIFEST, tokenizer=text, model=model, package_text=package)
 
 
 def request_of(
@@ -32,9 +38,7 @@ def request_of(
         ),
         encode=lambda text: [ord(character) for character in text],
     )
-    session: Any = SimpleNamespace(
-        manifest=MANIFEST, tokenizer=text, model=SimpleNamespace(limit=100, capacity=116)
-    )
+    session = session_of(text, limit=2000)
     prompt_options = PromptOptions(messages, None if messages else (1, 2))
     return prompt_options.request(session, load(None, overrides), Silent())
 
@@ -106,15 +110,15 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
         options=frozenset(),
         render=lambda messages, thinking, options: "x" * 900,
         least=lambda text: least,
-        encode=lambda text: [1] * limit,
+        encode=lambda text: [1] * (limit - 1),
     )
-    model = SimpleNamespace(limit=limit, capacity=limit + 16)
-    session: Any = SimpleNamespace(tokenizer=text, model=model, manifest=MANIFEST)
-    prompt_options = PromptOptions([{"role": "user", "content": "x"}], None)
-    assert prompt_options.request(session, load(None, ()), Silent()).prompt == (1,) * limit
+    session, config = session_of(text, limit), load(None, ("decode.max_tokens=1",))
+    chat = [{"role": "user", "content": "x"}]
+    made = PromptOptions(chat, None).request(session, config, Silent())
+    assert made.prompt == (1,) * (limit - 1)
     least += 1
     with pytest.raises(RequestError, match=r"must be <= 100 tokens, .* \(got 101 or more\)"):
-        prompt_options.request(session, load(None, ()), Silent())
+        PromptOptions(chat, None).request(session, config, Silent())
 
 
 @pytest.mark.parametrize(

@@ -311,10 +311,28 @@ def status(sub: argparse.ArgumentParser) -> None:
         "request, 4 no server answered."
     )
     _server(sub)
-    _add(sub, "--wait S", "longest wait for the server, seconds (default 2)", type=float,
-         default=2.0)  # fmt: skip
+    _wait(sub)
     _add(sub, "--quiet", "print nothing: for health checks")
     _add(sub, "--json", "print health, hello and stats as one JSON object")
+
+
+def _wait(sub: Arguments) -> None:
+    _add(sub, "--wait S", "longest wait for the server, seconds (default 2)", type=float,
+         default=2.0)  # fmt: skip
+
+
+def stats(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `stats`."""
+    sub.epilog = (
+        "On a terminal it is drawn, elsewhere it is plain lines. With --watch a server that is "
+        "gone is waited for, and Ctrl-C ends it. Exit status: 0, 2 a wrong request, 4 no server "
+        "answered, 130 Ctrl-C."
+    )
+    _server(sub)
+    _wait(sub)
+    _add(sub, "--watch", "again every S seconds (default 2) until Ctrl-C", action=None,
+         metavar="S", type=float, nargs="?", const=2.0)  # fmt: skip
+    _add(sub, "--json", "print health, hello and stats as one JSON object, with --watch one a line")
 
 
 def schema(sub: argparse.ArgumentParser) -> None:
@@ -365,6 +383,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
               "run a plan server, which answers plan requests over ZeroMQ"),
     "plan": (plan, "", "request one plan from a running plan server"),
     "status": (status, "", "say whether a plan server takes plans, and how its last ones went"),
+    "stats": (stats, "", "show queue, speed, deadlines and power of a plan server, also live"),
     "schema": (schema, "", "print the JSON schema of the plans over a robot's skills"),
     "gateway": (gateway, "gateway", "offer OpenAI's HTTP API in front of running plan servers"),
     "keygen": (keygen, "",

@@ -88,6 +88,7 @@ def check_options(args: Namespace) -> None:
                 raise ConfigError(f"{other} must go without {one} (got both)")
     for name, low, high in (
         ("tolerance", 0, 1e300), ("mock_cycle_ms", 0, DAY_MS), ("deadline_ms", 1, DAY_MS),
+        ("watch", 0.1, DAY_MS // 1000),
     ):  # fmt: skip
         value = given.get(name)
         if value is not None and not low <= value <= high:  # true for NaN as well

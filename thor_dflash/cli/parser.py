@@ -24,11 +24,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{cut(message, MESSAGE)} (see {self.prog} --help)")
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Refuse what `parse_known_args` left over; name the option that the first resembles."""
-        first = words[0].partition("=")[0]
+        """Refuse what `parse_known_args` left over; name the option that the first of these
+        resembles.
+        """
+        # A word after an unknown option may be its value: argparse cannot know, nor which word of
+        # the line was (it takes the first that it can for an argument of the command).
+        options = [word for word in words if word.startswith("-")]
+        first = (options or words)[0].partition("=")[0]
         near = difflib.get_close_matches(first, self._option_string_actions, n=1)
         hint = f": did you mean {near[0]}?" if near else ""
-        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+        self.error(f"unrecognized arguments: {' '.join(options or words)}{hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own takes a full disk, and a pipe without a reader, for success.

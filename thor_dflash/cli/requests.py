@@ -16,14 +16,14 @@ from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import Request, Session
+    from thor_dflash.runtime.session import PackageText, Request, Session
     from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 PLACES = 5
 """Most places of a schema that notes name; a schema of no bounds has hundreds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptOptions:
     """A chat to render, or token ids as they are."""
 
@@ -31,6 +31,23 @@ class PromptOptions:
     tokens: tuple[int, ...] | None
     schema: dict[str, Any] | None = None
     """JSON schema of the answer after the thinking."""
+    _prompt: tuple[int, ...] | None = None
+
+    def prompt(self, package: PackageText, decode: DecodeConfig) -> tuple[int, ...]:
+        """The prompt as token ids, made once.
+
+        Raises:
+            RequestError: the package cannot read it, or it is too long with its answer.
+        """
+        if self._prompt is None:
+            found = (
+                _render(self.messages, package, decode)
+                if self.tokens is None
+                else in_vocabulary(self.tokens, package.manifest.target.vocab)
+            )
+            package.check_length(len(found), decode.max_tokens)
+            self._prompt = found
+        return self._prompt
 
     def request(self, session: Session, config: Config, progress: Progress) -> Request:
         """The request for a session.
@@ -38,11 +55,7 @@ class PromptOptions:
         Raises:
             RequestError: the package cannot answer it, or the schema cannot be compiled.
         """
-        prompt = (
-            _render(self.messages, session, config.decode)
-            if self.tokens is None
-            else in_vocabulary(self.tokens, session.manifest.target.vocab)
-        )
+        prompt = self.prompt(session.package_text, config.decode)
         request = _request(prompt, session, config)
         if self.schema is None:
             return request
@@ -146,20 +159,20 @@ def _messages(args: Namespace) -> list[dict[str, str]] | None:
     return read_chat(args.messages) if args.messages else None
 
 
-def _render(messages: object, session: Session, decode: DecodeConfig) -> tuple[int, ...]:
-    if session.tokenizer is None:
+def _render(messages: object, package: PackageText, decode: DecodeConfig) -> tuple[int, ...]:
+    if package.tokenizer is None:
         raise RequestError(
             "the prompt must be given as --tokens (got a package without a tokenizer)"
         )
-    options, limit = _options(decode, session.tokenizer), session.model.limit
-    text = session.tokenizer.render(messages, _thinks(decode), options=options)
+    options, limit = _options(decode, package.tokenizer), package.limit
+    text = package.tokenizer.render(messages, _thinks(decode), options=options)
     # Do not encode a long text, which may take minutes, if its lower bound is already too long.
-    if len(text) > limit and (least := session.tokenizer.least(text)) > limit:
+    if len(text) > limit and (least := package.tokenizer.least(text)) > limit:
         raise RequestError(
-            f"the prompt must be <= {limit} tokens, the context of {session.model.capacity} less "
+            f"the prompt must be <= {limit} tokens, the context of {package.capacity} less "
             f"one block (got {least} or more)"
         )
-    return tuple(session.tokenizer.encode(text))
+    return tuple(package.tokenizer.encode(text))
 
 
 def _options(decode: DecodeConfig, text: Tokenizer) -> dict[str, object]:

@@ -28,6 +28,7 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.session import Request, Session, open_session
+from thor_dflash.runtime.session import session as session_module
 from thor_dflash.runtime.session.turn_cache import TurnCache
 
 CHUNK = 32
@@ -144,6 +145,27 @@ def test_a_turn_that_does_not_fit_ends_its_conversation(session: Session, tmp_pa
     assert [turn.conversation for turn in found if turn.error] == ["c0", "c1"]
     assert "max_tokens" in found[-1].error
     assert totals(found, long.turns, 1.0).missing == long.turns - len(found) + 2
+
+
+@pytest.mark.parametrize("what", ["replay", "generate"])
+def test_a_prompt_that_cannot_fit_is_refused_before_the_engine_is_loaded(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("the engine is loaded")
+
+    monkeypatch.setitem(session_module._ENGINES, "ort", never)
+    command = [what, "--package", str(package(template=TEMPLATE))]
+    if what == "replay":
+        table = rows(2, 2)
+        for row in table:
+            row["system"] = "x " * 2000
+        command.append(str(write(tmp_path / "t.jsonl", table)))
+    else:
+        (tmp_path / "ids.json").write_text(json.dumps([7] * 2000))
+        command += ["--tokens", str(tmp_path / "ids.json")]
+    assert main(command) == 2
+    assert "less one block" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows_", [0.5, 17.0])

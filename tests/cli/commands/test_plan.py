@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 import typing
 from pathlib import Path
@@ -36,15 +37,26 @@ def run_plan(*args: str) -> int:
 def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
     expected = {
         "thinking": "off",
-        "max_tokens": 0,
+        "max_tokens": 3,
         "deadline_ms": 9,
-        "session": "",
+        "session": "arm",
         "prefix_id": "p",
     }
     words = [str(w) for name, v in expected.items() for w in (f"--{name.replace('_', '-')}", v)]
     request = plan._request(parser.parse(["plan", "Bring it.", *words]))
     assert request == PlanRequest(prompt="Bring it.", stream="all", **expected)
     assert plan._request(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="all")
+
+
+@pytest.mark.parametrize(
+    "options", ["--temperature 1 --top-p 2", "--top-k 3", "--max-tokens 0", "--session ''"]
+)
+def test_a_value_that_no_server_takes_is_refused_before_there_is_one(
+    options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = shlex.split(options)[-2].removeprefix("--").replace("-", "_")
+    assert main.main(["plan", "x", *shlex.split(options)]) == 2
+    assert capsys.readouterr().err.startswith(f"thor-dflash: {name} must")
 
 
 CHAT = [{"role": "system", "content": "You plan for one arm."}, {"role": "user", "content": "x"}]

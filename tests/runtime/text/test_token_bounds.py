@@ -13,9 +13,8 @@ from support.planner_nano import NANO
 from tokenizers import pre_tokenizers
 
 from thor_dflash.cli.requests import PromptOptions
-from thor_dflash.config.tree import Config
+from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.text.token_bounds import NFC, longest
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
@@ -63,15 +62,14 @@ def test_a_prompt_that_cannot_fit_is_refused_unread(
         raise AssertionError("a text of any length is encoded")
 
     monkeypatch.setattr(Tokenizer, "encode", never)
-    model = SimpleNamespace(limit=1000, capacity=1016)
-    session: Any = SimpleNamespace(tokenizer=text, model=model)
+    package: Any = SimpleNamespace(tokenizer=text, limit=1000, capacity=1016)
     question = PromptOptions([{"role": "user", "content": "x" * 42_000}], None)
     rule = "^the prompt must be <= 1000 tokens, the context of 1016 .*got 200[0-9] or more"
     with pytest.raises(RequestError, match=rule):
-        question.request(session, Config(), Silent())
-    model.limit = 2010  # the bound is not above it, so only encoding can tell
+        question.prompt(package, DecodeConfig())
+    package.limit = 2010  # the bound is not above it, so only encoding can tell
     with pytest.raises(AssertionError):
-        question.request(session, Config(), Silent())
+        question.prompt(package, DecodeConfig())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,3 +217,24 @@ def test_a_late_answer_does_not_block_the_next_request() -> None:
             with pytest.raises(PlanError, match="silent") as caught:
                 ends(planner.ping)
             assert caught.value.code == "unreachable"
+
+
+@pytest.mark.parametrize("kind", [RemotePlanner, AsyncPlanner])
+def test_a_deadline_that_is_over_before_a_connection_is_named(kind: Any) -> None:
+    """Something listens, and does not speak: nobody can know yet whether it is a server."""
+
+    async def code(ms: int, timeout_s: float) -> str:
+        with pytest.raises(PlanError) as caught:
+            options = Options(timeout_s=timeout_s, retries=0)
+            if kind is RemotePlanner:
+                with RemotePlanner(endpoint, options) as planner:
+                    planner.plan(PlanRequest(prompt="x", deadline_ms=ms))
+            else:
+                async with AsyncPlanner(endpoint, options) as remote:
+                    await remote.plan(PlanRequest(prompt="x", deadline_ms=ms))
+        return caught.value.code
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        assert asyncio.run(code(20, 5.0)) == "deadline"
+        assert asyncio.run(code(5000, 0.02)) == "unreachable"

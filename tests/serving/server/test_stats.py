@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.results import Speculation, Timings
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.stats import WINDOW, Stats
@@ -35,3 +36,15 @@ def test_speculation_is_summed() -> None:
         "accepted_per_position": [5, 1, 1],
     }  # fmt: skip
     assert stats.show()["finished"] == {"stop": 3}
+
+
+def test_a_deadline_is_met_only_by_a_plan_that_was_not_cut_and_came_in_time() -> None:
+    stats = Stats()
+    whole = messages.Result(finish_reason="stop")
+    stats.deadline(whole, late=False)
+    stats.deadline(whole, late=True)
+    stats.deadline(messages.Result(finish_reason="deadline"), late=False)
+    codes: tuple[Code, ...] = ("deadline", "deadline_infeasible", "busy", "preempted")
+    for code in codes:
+        stats.deadline(PlanError(code, "no"), late=False)
+    assert stats.show()["deadlines"] == {"met": 1, "missed": 3, "refused": 1}

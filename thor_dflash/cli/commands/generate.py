@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -73,7 +74,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     from thor_dflash.runtime.text.tokenizer import Answer
 
     prompt_options = read_prompt(args, config.decode)
-    with closing(open_session(args.package, config.engine, progress)) as session:
+    check = partial(prompt_options.prompt, decode=config.decode)
+    with closing(open_session(args.package, config.engine, progress, check=check)) as session:
         request = prompt_options.request(session, config, progress)
         progress.close()
         for text in unbounded_notes(request):

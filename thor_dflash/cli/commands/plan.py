@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from thor_dflash.cli import exit_status
+from thor_dflash.cli import exit_status, plan_server
 from thor_dflash.cli.commands.generate import Printer
 from thor_dflash.cli.input_files import read_chat, read_prompt, read_schema
 from thor_dflash.config.tree import Config
@@ -36,13 +36,7 @@ STATES = {
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Request a plan from a server and print it; return the exit status."""
-    from thor_dflash.serving.client import Options, RemotePlanner, connection
-    from thor_dflash.serving.transport import access
-
-    token = None if args.token_file is None else access.read_token(str(args.token_file))
-    options = Options(keys="" if args.keys is None else str(args.keys), token=token)
-    connection.check(args.server, options, "--server")
-    with RemotePlanner(args.server, options) as planner:
+    with plan_server.connect(args) as planner:
         request = _request(args)
         with _Display(progress, f"waiting for {args.server}") as display:
             result = display.follow(planner.stream(request))
@@ -56,7 +50,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 
 
 def _request(args: Namespace) -> PlanRequest:
-    from thor_dflash.serving.protocol.messages import Message, PlanRequest
+    from thor_dflash.serving.protocol import codec, validation
+    from thor_dflash.serving.protocol.messages import PlanRequest
 
     given: dict[str, Any] = {"stream": "all"}
     for name in (
@@ -68,11 +63,12 @@ def _request(args: Namespace) -> PlanRequest:
     if args.schema is not None:
         given["json_schema"] = read_schema(args.schema)
     if args.messages is not None:
-        turns: list[dict[str, Any]] = [*read_chat(args.messages)]
-        given["messages"] = tuple(Message(**turn) for turn in turns)
+        given["messages"] = read_chat(args.messages)
     if args.prompt is not None:
         given["prompt"] = read_prompt("TEXT", args.prompt)
-    return PlanRequest(**given)
+    request = codec.convert(given, PlanRequest)
+    validation.check(request)
+    return request
 
 
 class _Display:

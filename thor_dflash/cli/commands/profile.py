@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     speed = jetson.speed(LocalMachine())
     taken: list[Taken] = []
     inside, ended = None, None
-    with closing(open_session(args.package, config.engine, progress)) as session:
+    check = partial(prompt_options.prompt, decode=config.decode)
+    with closing(open_session(args.package, config.engine, progress, check=check)) as session:
         request = prompt_options.request(session, config, progress)
         subject = _subject(session, request, config, speed)
         if base and (changes := base.subject.differs(subject)):

@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -226,7 +227,7 @@ def _local(
     opened = (
         random_session(args.shape, args.tokenizer, config, megabytes << 20, progress)
         if args.shape
-        else _packaged(args, config, megabytes << 20, progress)
+        else _packaged(args, config, trace, megabytes << 20, progress)
     )
     with opened as session:
         replay = SessionReplay(session, forced, args.thinking == "on", reuse=megabytes > 0)
@@ -254,11 +255,14 @@ def _local(
 
 @contextmanager
 def _packaged(
-    args: Namespace, config: Config, reuse: int, progress: Progress
+    args: Namespace, config: Config, trace: RecordedTrace, reuse: int, progress: Progress
 ) -> Generator[Session]:
+    from thor_dflash.calib.replay.session_replay import check_fits
     from thor_dflash.runtime.session import open_session
 
-    with closing(open_session(args.package, config.engine, progress, reuse=reuse)) as session:
+    check = partial(check_fits, trace=trace, thinking=args.thinking == "on")
+    opened = open_session(args.package, config.engine, progress, reuse=reuse, check=check)
+    with closing(opened) as session:
         yield session
 
 
