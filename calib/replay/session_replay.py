@@ -18,7 +18,8 @@ from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.decoding.loop import TokenChunk
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
-from thor_dflash.runtime.session import PackageText, Request, Session
+from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.admission import PackageText
 from thor_dflash.runtime.session.turn_cache import Conversation
 from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
 from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer

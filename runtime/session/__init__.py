@@ -4,7 +4,6 @@ from thor_dflash.core.extras import extra
 
 with extra("engine"):
     from thor_dflash.runtime.session.session import (
-        PackageText,
         Request,
         RequestReport,
         Session,
@@ -12,4 +11,4 @@ with extra("engine"):
         open_session,
     )
 
-__all__ = ["PackageText", "Request", "RequestReport", "Session", "TokenChunk", "open_session"]
+__all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]

@@ -39,7 +39,7 @@ from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
-__all__ = ["PackageText", "Request", "RequestReport", "Session", "TokenChunk", "open_session"]
+__all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
 
 
 FINALISER_S = 10.0

@@ -15,7 +15,8 @@ from thor_dflash.config.decode import NO_BUDGET, NO_DRAFT_LIMITS
 from thor_dflash.config.tree import load
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.session import PackageText, Request
+from thor_dflash.runtime.session import Request
+from thor_dflash.runtime.session.admission import PackageText
 
 
 def session_of(text: Any, limit: int) -> Any:

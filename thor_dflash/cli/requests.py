@@ -16,7 +16,8 @@ from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
-    from thor_dflash.runtime.session import PackageText, Request, Session
+    from thor_dflash.runtime.session import Request, Session
+    from thor_dflash.runtime.session.admission import PackageText
     from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 PLACES = 5
