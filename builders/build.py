@@ -205,7 +205,8 @@ def _steps(
         steps += [layers.accept(masked, sampled=True) for masked in (False, True)]
     if drafting is not None and own_chunk:
         steps += [drafting.propose(), drafting.observe("observe", own.block)]
-        steps.append(drafting.sample_drafts())
+        steps += [drafting.sample_drafts(), drafting.sample_drafts_rejection()]
+        steps.append(layers.accept(True, sampled=True, candidates=drafting.candidates))
     if drafting is not None and own_block:
         steps.append(drafting.observe(manifest.CHUNKED, own.chunk))
     for graph in steps:

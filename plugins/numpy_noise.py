@@ -18,7 +18,8 @@ import numpy as np
 from thor_dflash.core.tensors import Array
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
-"""Purposes. Coupled sampling uses TARGET alone, for drafts too; rejection must not share noise."""
+"""Purposes. Coupled sampling uses TARGET alone, for drafts too. Rejection must not share noise: it
+draws drafts by DRAFT, accepts by the word of id 0 of ACCEPT, and draws what remains by RESIDUAL."""
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -122,6 +123,11 @@ def exponential(word: Array) -> Array:
     rest = ((~word).astype(np.float32) + half) * TWO_M32
     near = _log(np.zeros_like(u), -u)
     return -np.where(word < NEAR_ONE, near, log(rest))
+
+
+def uniform(word: Array) -> Array:
+    """float64 (word + 1/2) / 2^32, exactly."""
+    return (np.asarray(word, np.float64) + 0.5) * 2.0**-32
 
 
 def gumbel(word: Array) -> Array:

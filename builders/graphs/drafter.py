@@ -11,14 +11,17 @@ from thor_dflash.builders.graphs.draft_sublayers import enter, leave
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
 from thor_dflash.builders.graphs.target import GraphOptions
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
-from thor_dflash.core.model_dims import DrafterDims, SelectorDims
+from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, LINEAR, SAMPLE, SELECTOR
 from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
+from thor_dflash.plugins.selector import LAW
 
 DRAWN = ("length", "seed", "temperature")
 """What the selector needs of sampling: its candidates are few already."""
+CANDIDATES = 16
+"""The best ids of a DFlash drafter's head that a draft of rejection sampling is drawn from."""
 
 
 class DrafterGraphs:
@@ -66,7 +69,7 @@ class DrafterGraphs:
             g.output(self._compose(g, last, head["best"]))
         else:
             hidden = self._selector_rows(g, x)
-            g.output(self._select(g, self.dims.selector, head["logits"], hidden))
+            g.output(self._select(g, head["logits"], hidden)["tokens"])
             g.output(hidden)
         g.output(head["logits"])
         return g
@@ -76,20 +79,44 @@ class DrafterGraphs:
         target will use for the same positions.
         """
         g = GraphBuilder("sample_drafts")
-        rows, ids = self._shape.block, self._draft_ids
-        width = self._target.head(self._tied).weight.shape[0] if ids is None else len(ids)
-        logits = g.input("draft_logits", DType.F32, (rows, width))
-        if (dims := self.dims.selector) is not None:
-            hidden = g.input("draft_hidden", self._shape.activations, (rows, dims.rank))
-            g.output(self._select(g, dims, logits, hidden, sampling_inputs(g, DRAWN)))
+        logits = self._left_logits(g)
+        if self.dims.selector is not None:
+            drawn = sampling_inputs(g, DRAWN)
+            g.output(self._select(g, logits, self._left_hidden(g), drawn)["tokens"])
             return g
         ports = {"logits": logits, **sampling_inputs(g)}
-        if ids is not None:
-            ports["id_map"] = g.constant("draft_ids", ids)
+        if self._draft_ids is not None:
+            ports["id_map"] = g.constant("draft_ids", self._draft_ids)
         # Row j of the drafter drafts the token after row j - 1 of the block.
         choice = g.operator(SAMPLE, "sample", ports, {"vocab": self._limit, "first": 0})["choice"]
         g.output(self._compose(g, g.input("last", DType.I32, (1,)), choice))
         return g
+
+    def sample_drafts_rejection(self) -> GraphBuilder:
+        """The same -> tokens [R], each drawn by noise of its own from the ids draft.candidates
+        [R, candidates] with the law of draft.scores, for rejection sampling.
+        """
+        g = GraphBuilder("sample_drafts_rejection")
+        hidden = self._left_hidden(g) if self.dims.selector else None
+        drawn = sampling_inputs(g, DRAWN)
+        for value in self._select(g, self._left_logits(g), hidden, drawn, rejection=1).values():
+            g.output(value)
+        return g
+
+    @property
+    def candidates(self) -> int:
+        """Ids that a draft of rejection sampling is drawn from."""
+        return self.dims.selector.top_k if self.dims.selector else CANDIDATES
+
+    def _left_logits(self, g: GraphBuilder) -> GraphValue:
+        ids = self._draft_ids
+        width = self._target.head(self._tied).weight.shape[0] if ids is None else len(ids)
+        return g.input("draft_logits", DType.F32, (self._shape.block, width))
+
+    def _left_hidden(self, g: GraphBuilder) -> GraphValue:
+        assert self.dims.selector is not None
+        shape = (self._shape.block, self.dims.selector.rank)
+        return g.input("draft_hidden", self._shape.activations, shape)
 
     def observe(self, name: str, rows: int) -> GraphBuilder:
         """taps [rows] of positions length .. length + rows - 1 -> keys and values in the rings."""
@@ -217,33 +244,39 @@ class DrafterGraphs:
     def _select(
         self,
         g: GraphBuilder,
-        dims: SelectorDims,
         logits: GraphValue,
-        hidden: GraphValue,
+        hidden: GraphValue | None,
         drawn: Mapping[str, GraphValue] = NO_VALUES,
-    ) -> GraphValue:
-        """[last, drafts]: each the best candidate after the one before it; `drawn` adds noise."""
+        rejection: int = 0,
+    ) -> dict[str, GraphValue]:
+        """tokens [last, drafts]: each the best candidate after the one before it, or of its own if
+        the drafter has no selector; `drawn` adds noise. With `rejection` also their laws.
+        """
         source, stem, rows = self._source, "candidate_selector", self._shape.block
         ports = {
             "logits": logits,
-            "hidden": hidden,
-            "predecessors": source.plain(g, f"{stem}.predecessor_codebook"),
-            "successors": source.plain(g, f"{stem}.successor_codebook"),
             "last": g.input("last", DType.I32, (1,)),
             "forced": g.input("forced", DType.I32, (rows,)),
             **drawn,
         }
+        if hidden is not None:
+            ports |= {
+                "hidden": hidden,
+                "predecessors": source.plain(g, f"{stem}.predecessor_codebook"),
+                "successors": source.plain(g, f"{stem}.successor_codebook"),
+            }
         if (ids := self._draft_ids) is not None:
             ports["id_map"] = g.constant("draft_ids", ids)
         attributes: dict[str, Attribute] = {
             "vocab": self._limit,
             "rows": rows,
-            "top_k": dims.top_k,
-            "multiplier": dims.multiplier,
-            "softcap": dims.softcap,
+            "top_k": self.candidates,
+            "rejection": rejection,
         }
-        name = source.prefix + stem
-        return g.operator(SELECTOR, name, ports, attributes, {"tokens": "tokens"})["tokens"]
+        if (dims := self.dims.selector) is not None:
+            attributes |= {"multiplier": dims.multiplier, "softcap": dims.softcap}
+        names = {"tokens": "tokens", **{name: f"draft.{name}" for name in LAW}}
+        return g.operator(SELECTOR, source.prefix + stem, ports, attributes, names)
 
     def _compose(self, g: GraphBuilder, last: GraphValue, best: GraphValue) -> GraphValue:
         """[last, drafts], where a forced id replaces the draft of its row."""

@@ -100,11 +100,13 @@ class TargetGraphs:
         g.output(mlp(g, self._source, f"layers.{i}", x, self._norm))
         return g
 
-    def accept(self, masked: bool, sampled: bool = False) -> GraphBuilder:
+    def accept(self, masked: bool, sampled: bool = False, candidates: int = 0) -> GraphBuilder:
         """logits -> record. Greedy decoding has graphs of its own, so that it pays nothing for
-        sampling.
+        sampling; so has rejection, whose drafts were drawn from so many `candidates`, and whose
+        one graph has a mask.
         """
-        g = GraphBuilder("accept" + "_sampled" * sampled + "_masked" * masked)
+        name = "accept_rejection" if candidates else "accept" + "_sampled" * sampled
+        g = GraphBuilder(name + "_masked" * (masked and not candidates))
         rows = self._shape.block
         ports = {
             "logits": g.input("logits", DType.F32, (rows, self._dims.vocab)),
@@ -121,6 +123,12 @@ class TargetGraphs:
         if sampled:
             how = sampling_inputs(g)
             given = how | {name: ports[name] for name in ("logits", "mask") if name in ports}
+            if candidates:
+                given["tokens"] = ports["tokens"]
+                given["drawn"] = g.input("drawn", DType.I32, (1,))
+                shape = rows, candidates
+                given["candidates"] = g.input("draft.candidates", DType.I32, shape)
+                given["scores"] = g.input("draft.scores", DType.F32, shape)
             drawn = g.operator(SAMPLE, "sample", given, {"vocab": self._shape.vocab, "first": 1})
             ports |= {"sampled": drawn["choice"], "last": drawn["last"]}
             ports["temperature"] = how["temperature"]

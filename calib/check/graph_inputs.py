@@ -33,8 +33,12 @@ def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]
     if model.manifest.drafter is not None:
         found |= _sizes(model, "observe_chunk", observe_chunk)
         found |= {"propose": propose, "observe": observe}
-        if "sample_drafts" in model.graphs:
-            found["sample_drafts"] = sample_drafts
+        found |= {
+            "sample_drafts": sample_drafts,
+            "sample_drafts_rejection": partial(sample_drafts, step="sample_drafts_rejection"),
+            "accept_rejection": accept_rejection,
+        }
+    model.load_drawing(rejection=True)
     return {name: partial(ready, model) for name, ready in found.items()}
 
 
@@ -102,11 +106,24 @@ def propose(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
     return call
 
 
-def sample_drafts(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
+def sample_drafts(
+    model: ModelRunner, tokens: Sequence[int], at: int, step: str = "sample_drafts"
+) -> Call:
     """Prepare a draw of the drafts of that propose."""
     model.engine.run([propose(model, tokens, at)])
-    call = _placed(model, "sample_drafts")
+    call = _placed(model, step)
     _write(model, call, FILL)
+    return call
+
+
+def accept_rejection(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
+    """Prepare an accept of block 0 with the drafts that were drawn for it, all of them."""
+    model.engine.run([sample_drafts(model, tokens, at, "sample_drafts_rejection")])
+    model.verify()
+    call = model.call("accept_rejection")
+    drafts = model.block - 1
+    numbers = {**FILL, "cap": model.block, "drafted": drafts, "drawn": drafts, "mask": -1}
+    _write(model, call, {**numbers, "length": model.state.length})
     return call
 
 

@@ -1,7 +1,7 @@
 """sample: draws an id for each row of logits by noise that depends on seed, position and id alone.
 
 Dimensions
-    T   rows     V   stored vocabulary rows     W   ceil(vocab / 32) or more
+    T   rows     V   stored vocabulary rows     W   ceil(vocab / 32) or more     K   candidates
 
 Inputs
     logits       float32 [T, V]
@@ -13,6 +13,11 @@ Inputs
     top_k        int32 [1]; 0: off
     top_p        float32 [1]; 1 and above: off
     min_log_p    float32 [1], at most 0: the logarithm of min_p; minus infinity: off
+    tokens       int32 [T]; the block: row i's draft is tokens[i + 1]
+    drawn        int32 [1], below T: rows before it have drafts that were drawn
+    candidates   int32 [T, K], distinct ids, or -1 for unused places
+    scores       float32 [T, K]; row i's draft was drawn from softmax(scores[i]) of its candidates;
+                 all four for rejection, or none
 
 Attribute vocab: stored rows at and past it are padding and never chosen; 0 means V.
 Attribute first: see length.
@@ -37,8 +42,20 @@ written, with numpy_noise's functions, so that all engines agree on equal logits
 
 The draw has exactly the law softmax(z) over what is left (Gumbel-max).
 
+Rejection. In a row before `drawn` whose draft d is one of its candidates, the choice is d if d is
+accepted, else a draw from what p has more than q. Over the law of d its law is that of the draw
+above, and it equals d as often as can be. A draft that is no candidate is a point mass: the draw.
+
+    w(z)    the weight rint(exp(z) * 2^44), an integer; P, Q: sums over what is left, and over the
+            candidates with z = score - the largest score. From here on everything is float64
+    q(c)    w(z) / Q of a candidate; 0 of any other id
+    accept  (u * q(d)) * P < w(d), u = (word of id 0 at the position, purpose ACCEPT, + 1/2) / 2^32
+    else    the largest s + noise(RESIDUAL); s = z where q is 0, else log(r * 2^-44) in float32 for
+            r = w - q * P above 0; among equals the lowest id. None left, by rounding: d
+
 Source: transformers' logits warpers; Gumbel-max, Maddison et al. 2014; coupled acceptance, Daliri,
-Musco and Suresh 2024.
+Musco and Suresh 2024; rejection, Leviathan et al. 2023, algorithm 1. That its draws share no noise:
+vLLM #54282.
 """
 
 from pathlib import Path
@@ -61,6 +78,10 @@ OP = Op(
         Port("top_k", _I32, (1,)),
         Port("top_p", _F32, (1,)),
         Port("min_log_p", _F32, (1,)),
+        Port("tokens", _I32, ("T",), optional=True),
+        Port("drawn", _I32, (1,), optional=True),
+        Port("candidates", _I32, ("T", "K"), optional=True),
+        Port("scores", _F32, ("T", "K"), optional=True),
     ),
     outputs=(Port("choice", _I32, ("T",)), Port("last", _I32, ("T",))),
     attributes={"vocab": 0, "first": 0},

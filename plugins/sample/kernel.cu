@@ -3,6 +3,8 @@
 // logits in each block; top-k and top-p find the last rank to keep by bisection over the order of
 // float32 numbers. Counts and weights are integers, so the result does not depend on the order of
 // sums or on how a row is cut.
+//
+// Compile-time: THREADS, PART, BLOCKS, MAPPED; CANDIDATES, at most 32: for rejection.
 #include "cuda/noise.cuh"
 
 constexpr int WARPS = THREADS / 32;
@@ -51,6 +53,20 @@ struct Draw {  // the drawn score's order, its id; the lowest rank's order, its 
         return make_uint4(score ? b.x : a.x, score ? b.y : a.y, rank ? b.z : a.z, rank ? b.w : a.w);
     }
 };
+
+#if CANDIDATES
+struct Amounts {  // two 64-bit amounts, low words first
+    static constexpr int WORDS = 4;
+    static DEVICE uint4 none() { return make_uint4(0, 0, 0, 0); }
+    static DEVICE uint4 of(u64 x, u64 y) {
+        return make_uint4(static_cast<u32>(x), static_cast<u32>(x >> 32), static_cast<u32>(y),
+                          static_cast<u32>(y >> 32));
+    }
+    static DEVICE uint4 of(uint4 a, uint4 b) {
+        return of(joined(a.x, a.y) + joined(b.x, b.y), joined(a.z, a.w) + joined(b.z, b.w));
+    }
+};
+#endif
 
 template <class Combine> DEVICE uint4 over_warp(uint4 v) {
 #pragma unroll
@@ -258,34 +274,124 @@ DEVICE uint4 load(const Call& c, const Row& row, int at_row) {
     return make_uint4(order_of(largest), fault, 0, 0);
 }
 
+DEVICE u32 word_of(uint4 four, int id) {
+    return id & 2 ? (id & 1 ? four.w : four.z) : (id & 1 ? four.y : four.x);
+}
+
 // Draws among the logits that are left.
-DEVICE uint4 draw(const Call& c, const Row& row, Scale z, Seed seed, int position) {
+DEVICE uint4 draw(const Call& c, const Row& row, Scale z, Seed seed, int position, u32 purpose) {
     uint4 best = Draw::none();
     each_four(row, [&](const float (&x)[4], int at) {
         if (!(x[0] >= LOWEST || x[1] >= LOWEST || x[2] >= LOWEST || x[3] >= LOWEST)) return;
         uint4 words = make_uint4(0, 0, 0, 0);
-        if (!MAPPED) words = noise_words(seed, position, at / 4);
+        if (!MAPPED) words = noise_words(seed, position, at / 4, purpose);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             if (!(x[j] >= LOWEST)) continue;
             int id = at + j, lane = j;
             if (MAPPED) {
                 id = c.id_map[id], lane = id % 4;
-                words = noise_words(seed, position, id / 4);
+                words = noise_words(seed, position, id / 4, purpose);
             }
-            const u32 word =
-                lane & 2 ? (lane & 1 ? words.w : words.z) : (lane & 1 ? words.y : words.x);
-            const float score = add_rn(add_rn(z(x[j]), gumbel(word)), 0.0f);
+            const float score = add_rn(add_rn(z(x[j]), gumbel(word_of(words, lane))), 0.0f);
             best = Draw::of(best, make_uint4(order_of(score), id, order_of(x[j]), at + j));
         }
     });
     return best;
 }
 
+// ---- rejection ---------------------------------------------------------------------------------
+
+#if CANDIDATES
+#define REJECTION_PORTS const i32 *tokens, const i32 *rejected, const i32 *candidates, const float *scores,
+static_assert(!MAPPED && CANDIDATES <= 32, "a lane has one candidate; ids are stored rows");
+
+DEVICE u64 law_weight(float z) {
+    return static_cast<u64>(rintf(mul_rn(exp_rn(z), 17592186044416.0f)));  // 2^44
+}
+
+DEVICE u64 warp_sum(u64 x) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2)
+        x += joined(shuffle_xor(static_cast<u32>(x), mask),
+                    shuffle_xor(static_cast<u32>(x >> 32), mask));
+    return x;
+}
+
+// A row's draft and what it was drawn from, as one lane sees it: lane c has candidate c.
+struct Drafted {
+    bool drawn;  // of the row: the draft is a candidate
+    int draft;   // of the row
+    int id;      // this lane's candidate, or -1
+    double q;    // its probability
+    double of_draft;
+};
+
+DEVICE Drafted drafted_of(const i32* tokens, const i32* candidates, const float* scores, int row) {
+    const int lane = threadIdx.x % 32, at = row * CANDIDATES + lane;
+    Drafted d{false, tokens[row + 1], -1, 0.0, 0.0};
+    if (lane < CANDIDATES) d.id = candidates[at];
+    const float score = d.id >= 0 ? scores[at] : minus_infinity();
+    float largest = score;
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) {
+        const float other = bits_float(shuffle_xor(float_bits(largest), mask));
+        largest = other > largest ? other : largest;
+    }
+    const u64 weight = d.id >= 0 ? law_weight(add_rn(score, -largest)) : 0;
+    const bool here = d.id >= 0 && d.id == d.draft;
+    const double all = static_cast<double>(warp_sum(weight));
+    d.drawn = ballot(here) != 0;
+    d.q = static_cast<double>(weight) / all;
+    d.of_draft = static_cast<double>(warp_sum(here ? weight : 0)) / all;
+    return d;
+}
+
+// Draws from what p has more than q, unless the draft is accepted. Candidates are drawn by the
+// block that has their logit, in its first warp, and are dropped from its row.
+DEVICE uint4 reject(const Call& c, Row& row, Scale z, Seed seed, int position, const Drafted& d,
+                    bool& accepted) {
+    const bool first = threadIdx.x < 32;
+    const int at = d.id - row.begin;
+    float* const own = reinterpret_cast<float*>(row.x);
+    sync_block();  // what was dropped by other threads
+    const bool mine = first && at >= 0 && at < PART;
+    const float x = mine ? own[at] : minus_infinity();
+    const u64 weight = x >= LOWEST ? law_weight(z(x)) : 0;
+    u64 amount = 0;
+    each_four(row, [&](const float (&v)[4], int) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (v[j] >= LOWEST) amount += law_weight(z(v[j]));
+    });
+    const uint4 sums =
+        over_cluster<Amounts>(row, Amounts::of(amount, d.id == d.draft ? weight : 0));
+    const double all = static_cast<double>(joined(sums.x, sums.y));
+    const u32 word = noise_words(seed, position, 0, NOISE_ACCEPT).x;
+    const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
+    accepted = u * d.of_draft * all < static_cast<double>(joined(sums.z, sums.w));
+
+    if (mine) own[at] = minus_infinity();
+    sync_block();
+    uint4 best = draw(c, row, z, seed, position, NOISE_RESIDUAL);
+    if (!(x >= LOWEST)) return best;
+    const double rest = static_cast<double>(weight) - d.q * all;
+    const float noise = gumbel(word_of(noise_words(seed, position, d.id / 4, NOISE_RESIDUAL), d.id));
+    uint4 candidate = make_uint4(0, NO_ID, order_of(x), d.id);
+    if (d.q == 0.0 || rest > 0.0) {
+        const float s = d.q == 0.0 ? z(x) : log_rn(static_cast<float>(rest * 0x1p-44));
+        candidate.x = order_of(add_rn(add_rn(s, noise), 0.0f)), candidate.y = d.id;
+    }
+    return Draw::of(best, candidate);
+}
+#else
+#define REJECTION_PORTS
+#endif
+
 KERNEL void CLUSTERS_OF(BLOCKS) __launch_bounds__(THREADS, 1)
 sample_rows(const float* logits, const i32* id_map, const u32* mask, const i32* length,
             const u32* seed, const float* temperature, const i32* top_k, const float* top_p,
-            const float* min_log_p, i32* choice, i32* last, i32 width, i32 vocab, i32 words,
+            const float* min_log_p, REJECTION_PORTS i32* choice, i32* last, i32 width, i32 vocab, i32 words,
             i32 first) {
     __shared__ uint4 partial[2][WARPS];
     DYNAMIC_SHARED(memory);
@@ -300,11 +406,26 @@ sample_rows(const float* logits, const i32* id_map, const u32* mask, const i32* 
     const Scale z{of_order(top.x), 1.0f / *temperature};
     uint4 drawn = Draw::none();
     const bool usable = !top.y && z.largest >= LOWEST;
+    const Seed key{seed[0], seed[1]};
+    const int position = *length + first + at;
+#if CANDIDATES
+    Drafted d{false, NO_ID, -1, 0.0, 0.0};
+    if (at < *rejected) d = drafted_of(tokens, candidates, scores, at);
+    bool accepted = false;
+#endif
     if (usable) {
         truncate(row, z, *top_k, *top_p, *min_log_p);
-        drawn = draw(c, row, z, {seed[0], seed[1]}, *length + first + at);
+#if CANDIDATES
+        if (d.drawn)
+            drawn = reject(c, row, z, key, position, d, accepted);
+        else
+#endif
+            drawn = draw(c, row, z, key, position, NOISE_TARGET);
     }
     drawn = over_cluster<Draw>(row, drawn);
+#if CANDIDATES
+    if (d.drawn && (accepted || drawn.y == NO_ID)) drawn.y = d.draft;
+#endif
     cluster_arrive();  // no block ends while another reads its partial results
     cluster_wait();
     if (cluster_rank() == 0 && threadIdx.x == 0) {

@@ -17,10 +17,14 @@ MOST_LOGITS = BLOCKS * 55_000
 TOLERANCE = 0.0
 """The results are integers, and the arithmetic that chooses them has one definition."""
 
-_PORTS = (
-    *("logits", "id_map", "mask", "length", "seed", "temperature", "top_k", "top_p", "min_log_p"),
-    *("choice", "last"),
+_INPUTS = (
+    *("logits", "id_map", "mask", "length", "seed", "temperature", "top_k", "top_p"),
+    "min_log_p",
 )
+_OUTPUTS = ("choice", "last")
+_REJECTION = ("tokens", "drawn", "candidates", "scores")
+MOST_CANDIDATES = 32
+"""One lane each."""
 
 
 def refuse(site: CallSite) -> str:
@@ -31,6 +35,13 @@ def refuse(site: CallSite) -> str:
     words = -(-limit // 32)
     if "mask" in site and site.size("mask", 1) < words:
         return f"sample.mask must be {words} words a row (got {site.size('mask', 1)})"
+    given = [port for port in _REJECTION if port in site]
+    if len(given) not in (0, len(_REJECTION)):
+        return f"sample must have all of {', '.join(_REJECTION)} or none (got {', '.join(given)})"
+    if given and "id_map" in site:
+        return "sample.id_map must be left out with candidates (got both)"
+    if given and not 1 <= (count := site.size("candidates", 1)) <= MOST_CANDIDATES:
+        return f"sample.candidates must be 1 to {MOST_CANDIDATES} a row (got {count})"
     return ""
 
 
@@ -41,13 +52,15 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     limit = _limit(site)
     blocks, threads = (1, NARROW_THREADS) if limit <= NARROW else (BLOCKS, THREADS)
     part = -(-limit // (4 * blocks)) * 4
+    more = _REJECTION if "candidates" in site else ()
+    count = {"CANDIDATES": site.size("candidates", 1)} if more else {}
     return (
         Launch(
             kernel="sample_rows",
             grid=(blocks, rows, 1),
             threads=threads,
             arguments=(
-                *(Pointer(port) for port in _PORTS),
+                *(Pointer(port) for port in (*_INPUTS, *more, *_OUTPUTS)),
                 Int(width),
                 Int(limit),
                 Int(site.size("mask", 1) if "mask" in site else 0),
@@ -59,6 +72,7 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
                 "PART": part,
                 "BLOCKS": blocks,
                 "MAPPED": int("id_map" in site),
+                **count,
             },
             cluster=blocks,
         ),

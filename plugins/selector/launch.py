@@ -14,10 +14,10 @@ from thor_dflash.plugins.launch import (
     Real,
     Scratch,
 )
-from thor_dflash.plugins.selector import OP
+from thor_dflash.plugins.selector import LAW, OP
 
-TOLERANCE = 0.0
-"""For tokens: ids must be equal. Tests keep scores apart by more than float32 sums differ."""
+TOLERANCE = 2e-6
+"""Of scores, float32 sums. Ids must be equal: tests keep scores apart by more than sums differ."""
 
 THREADS = DEFINES["SLICE_THREADS"]
 MOST_ROWS = 32
@@ -25,16 +25,14 @@ MOST_CANDIDATES = 32
 """One lane each."""
 MOST_SLICES = 32
 """Slices of a row, one lane each."""
+EDGES = ("hidden", "predecessors", "successors")
 COLUMNS = 8, 512
 """Columns of a codebook must be a multiple of the first, at most the second."""
 
 
 def refuse(site: CallSite) -> str:
     """Returns why the kernels cannot run this call, or an empty string if they can."""
-    (rows, width), (vocab, rank) = site.ports["logits"].shape, site.ports["successors"].shape
-    for name in ("hidden", "predecessors", "successors"):
-        if (dtype := site.ports[name].dtype) is not DType.BF16:
-            return f"selector.{name} must be bfloat16 (got {dtype.value})"
+    rows, width = site.ports["logits"].shape
     if not 2 <= rows <= MOST_ROWS:
         return f"selector.logits must be 2 to {MOST_ROWS} rows (got {rows})"
     if slices(width) > MOST_SLICES:
@@ -42,6 +40,19 @@ def refuse(site: CallSite) -> str:
         return f"selector.logits must have at most {most} columns (got {width})"
     if not 1 <= (top_k := site.attributes.integer("top_k")) <= MOST_CANDIDATES:
         return f"selector.top_k must be 1 to {MOST_CANDIDATES} (got {top_k})"
+    if site.attributes.integer("rejection") and "seed" not in site:
+        return "selector.seed must be given with rejection (got none)"
+    given = [name for name in EDGES if name in site]
+    if len(given) not in (0, len(EDGES)):
+        return f"selector must have all of {', '.join(EDGES)} or none (got {', '.join(given)})"
+    return _refuse_edges(site) if given else ""
+
+
+def _refuse_edges(site: CallSite) -> str:
+    vocab, rank = site.ports["successors"].shape
+    for name in EDGES:
+        if (dtype := site.ports[name].dtype) is not DType.BF16:
+            return f"selector.{name} must be bfloat16 (got {dtype.value})"
     unit, most = COLUMNS
     if rank % unit or not 0 < rank <= most:
         rule = f"a multiple of {unit} up to {most} columns"
@@ -56,10 +67,11 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     del device
     a, (rows, width) = site.attributes, site.ports["logits"].shape
     limit, top_k = min(a.integer("vocab") or width, width), a.integer("top_k")
-    rank, drafts, count = site.size("successors", 1), rows - 1, slices(limit)
+    rank = site.size("successors", 1) if "successors" in site else 0
+    drafts, count = rows - 1, slices(limit)
     ids, unary = (Scratch(name, 4 * drafts * top_k) for name in ("ids", "unary"))
-    books = ("hidden", "predecessors", "successors", "last", "forced")
     drawn = ("length", "seed", "temperature")
+    law = LAW if a.integer("rejection") else ()
     return (
         Launch(
             "selector_candidates",
@@ -87,14 +99,20 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             (
                 ids,
                 unary,
-                *(Pointer(name) for name in (*books, *drawn, "tokens")),
+                *(Pointer(name) for name in (*EDGES, "last", "forced", *drawn, "tokens", *law)),
                 Scratch("scores", 4 * drafts * top_k**2),
                 Scratch("walk_arrivals", 4, zeroed=True),
                 Int(rows),
             ),
             shared=4 * max(2 * top_k * (rank + 4), drafts * top_k**2),
             source="walk.cu",
-            defines={**DEFINES, "TOP_K": top_k, "RANK": rank, "DRAWN": int("seed" in site)},
+            defines={
+                **DEFINES,
+                "TOP_K": top_k,
+                "RANK": rank,
+                "DRAWN": int("seed" in site),
+                **({"REJECTION": 1} if law else {}),
+            },
         ),
     )
 

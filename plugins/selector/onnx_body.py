@@ -9,26 +9,27 @@ import numpy as np
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math, onnx_noise
 from thor_dflash.plugins.contract import Attributes
+from thor_dflash.plugins.numpy_noise import DRAFT, TARGET
 from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
 
 
 def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     """See the operator's docstring for shapes."""
     ids, unary, none = _candidates(b, x, a)
-    hidden, forced = x.f32(b, "hidden"), b.cast(x["forced"], DType.I64)
+    forced, rows = b.cast(x["forced"], DType.I64), a.integer("rows")
     token = b.cast(x["last"], DType.I64)
-    at = b.reshape(onnx_math.positions(b, x["length"], x["logits"]), -1, 1) if "seed" in x else ""
-    drawn = onnx_noise.noise(b, x["seed"], at, ids) if at else ""
-    tokens = [token]
-    for row in range(1, a.integer("rows")):
-        edge = b.op("Mul", _rows(b, x, "predecessors", token), _row(b, hidden, row))
+    hidden = x.f32(b, "hidden") if "hidden" in x else ""
+    drawn = _noise(b, x, a, ids) if "seed" in x else ""
+    tokens, scores = [token], list[str]()
+    for row in range(1, rows):
         of_row = _row(b, ids, row)
-        codes = _rows(b, x, "successors", b.reshape(of_row, -1))
-        edges = b.op("MatMul", edge, b.op("Transpose", codes, perm=(1, 0)))
-        score = b.op("Add", _row(b, unary, row), edges)
+        score = _row(b, unary, row)
+        if hidden:
+            score = b.op("Add", score, _edges(b, x, token, _row(b, hidden, row), of_row))
         if drawn:
-            scaled = b.op("Mul", score, b.op("Div", b.f32(1.0), x["temperature"]))
-            score = b.op("Add", scaled, _row(b, drawn, row))
+            score = b.op("Mul", score, b.op("Div", b.f32(1.0), x["temperature"]))
+            scores.append(score)
+            score = b.op("Add", score, _row(b, drawn, row))
         # Minus infinity plus a number stays behind every candidate.
         best = b.op("ArgMax", score, axis=1, keepdims=0)
         choice = b.reshape(b.op("Gather", of_row, best, axis=1), 1)
@@ -36,7 +37,39 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
         must = _row(b, forced, row - 1)
         token = b.op("Where", b.op("Less", must, b.i64(0)), choice, must)
         tokens.append(token)
-    return {"tokens": b.cast(b.concat(0, *tokens), DType.I32)}
+    made = {"tokens": b.cast(b.concat(0, *tokens), DType.I32)}
+    return made | (_law(b, a, ids, none, scores) if a.integer("rejection") else {})
+
+
+def _noise(b: FunctionBuilder, x: Inputs, a: Attributes, ids: str) -> str:
+    at = b.reshape(onnx_math.positions(b, x["length"], x["logits"]), -1, 1)
+    purpose = DRAFT if a.integer("rejection") else TARGET
+    return onnx_noise.noise(b, x["seed"], at, ids, purpose)
+
+
+def _edges(b: FunctionBuilder, x: Inputs, before: str, hidden: str, ids: str) -> str:
+    """float32 [1, K]: the scores of candidates after the token before them."""
+    edge = b.op("Mul", _rows(b, x, "predecessors", before), hidden)
+    codes = _rows(b, x, "successors", b.reshape(ids, -1))
+    return b.op("MatMul", edge, b.op("Transpose", codes, perm=(1, 0)))
+
+
+def _law(
+    b: FunctionBuilder, a: Attributes, ids: str, none: str, scores: list[str]
+) -> dict[str, str]:
+    """candidates and scores [R, K], those of the draft that follows each row."""
+    rows, most = a.integer("rows"), a.integer("top_k")
+    lost = b.op("Unsqueeze", b.take(none, 1, rows, 0), b.i64(1))
+    score = b.concat(0, *scores)
+    lost = b.op("Or", lost, b.op("Or", b.op("IsNaN", score), b.op("IsInf", score)))
+    ids = b.cast(b.op("Where", lost, b.scalar(-1), b.take(ids, 1, rows, 0)), DType.I32)
+    score = b.op("Where", lost, b.f32(-np.inf), score)
+    spare = b.op("Sub", b.i64(most), b.op("Shape", score, start=1, end=2))
+    pads = b.concat(0, b.i64(0, 0, 1), spare)
+    return {
+        "candidates": b.op("Pad", ids, pads, b.const(np.array(-1, np.int32))),
+        "scores": b.op("Pad", score, pads, b.f32(-np.inf)),
+    }
 
 
 def _candidates(b: FunctionBuilder, x: Inputs, a: Attributes) -> tuple[str, str, str]:

@@ -49,6 +49,11 @@ class Sampling:
     """Whether drafts that were drawn are accepted by rejection sampling. Tokens then depend on
     drafts; their law does not."""
 
+    @property
+    def acceptance(self) -> Literal["coupled", "rejection"]:
+        """How drafts are accepted, by the name of the option."""
+        return "rejection" if self.rejection else "coupled"
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:

@@ -17,6 +17,8 @@ from thor_dflash.runtime.decoding.block import Block, Sampling
 from thor_dflash.runtime.decoding.sequence_state import SequenceState
 from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
 
+ALL = -1
+"""A word of a mask that allows every id."""
 CONVERSATIONS = 16
 """Conversations of the longest length beyond which no memory is reserved for reuse."""
 
@@ -68,8 +70,9 @@ class ModelRunner:
         """
         drafter = manifest.drafter
         names = ["prefill", "verify", "accept", "accept_masked"]
-        names += ["accept_sampled", "accept_sampled_masked"]
-        names += ["propose", "sample_drafts", "observe", "observe_chunk"] if drafter else []
+        names += ["propose", "observe", "observe_chunk"] if drafter else []
+        if not engine.loads_late:
+            names += self._drawing(rejection=True)
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
             for chunk in self.chunks
@@ -93,6 +96,24 @@ class ModelRunner:
         engine.prepare(list(self._calls.values()))
         if drafter:
             self.write_windows(0, 0)
+
+    def _drawing(self, *, rejection: bool) -> list[str]:
+        """The graphs that only sampled requests need, with or without rejection."""
+        names = ["accept_sampled", "accept_sampled_masked"]
+        if self.manifest.drafter:
+            names += ["sample_drafts"]
+            names += ["sample_drafts_rejection", "accept_rejection"] * rejection
+        return names
+
+    def load_drawing(self, *, rejection: bool) -> None:
+        """Load what sampled requests need, if the engine was not prepared with it."""
+        for name in self._drawing(rejection=rejection):
+            if name not in self.graphs:
+                graph = self.engine.load(self.manifest.graph(name, self.block, self.chunk))
+                for spec in (*graph.inputs.values(), *graph.outputs.values()):
+                    self._scratch(name, spec)
+                self.graphs[name] = graph
+                self._calls[name] = self._bind(name)
 
     @property
     def limit(self) -> int:
@@ -181,9 +202,10 @@ class ModelRunner:
 
     def write_sampling(self, sampling: Sampling | None) -> None:
         """Set how blocks with `sampled` draw tokens; None: the sequence is greedy."""
-        self._write_changed("sampling.temperature", sampling.temperature if sampling else 0.0)
         if sampling is None:
             return
+        self.load_drawing(rejection=sampling.rejection)
+        self._write_changed("sampling.temperature", sampling.temperature)
         self._write_changed("sampling.top_k", sampling.top_k)
         self._write_changed("sampling.top_p", sampling.top_p)
         lowest = math.log(sampling.min_p) if sampling.min_p else -math.inf
@@ -254,19 +276,29 @@ class ModelRunner:
 
         A mask is computed and written while the verify runs.
         """
-        accept = "accept_sampled" if block.sampled else "accept"
         self._begin(self.block)
         self._forced(block)
         self._bounds(block, stop)
-        verify = (*before, self.call("verify"))
+        verify, accept = (*before, self.call("verify")), self._accept(block)
         if block.mask is None:
-            self.engine.run((*verify, self.call(accept), *after))
+            if block.drawn:
+                self._write_changed("mask", ALL)
+            self.engine.run((*verify, accept, *after))
         else:
             self.engine.run(verify)
+            self._values.pop("mask", None)
             self.engine.write(self._inputs["mask"], block.mask())
-            self.engine.run((self.call(f"{accept}_masked"), *after))
+            self.engine.run((accept, *after))
         self.state.verified(self.block)
         return Record.read(self.engine.read(self._inputs["record"]))
+
+    def _accept(self, block: Block) -> Call:
+        """The accept of a block. That of drafts that were drawn is always masked."""
+        if block.drawn:
+            return self.call("accept_rejection")
+        return self.call(
+            "accept" + "_sampled" * block.sampled + "_masked" * (block.mask is not None)
+        )
 
     def verify(self) -> None:
         """Run verify alone, for scoring."""
@@ -301,6 +333,8 @@ class ModelRunner:
             "margin": relaxed.margin,
             "soft_margin": block.soft_margin,
         }
+        if block.drawn:
+            self._write_changed("drawn", block.drawn)
         for name, value in numbers.items():
             self._write_changed(name, value)
         ends = tuple(sorted({*stop, *block.ends}))
@@ -308,10 +342,12 @@ class ModelRunner:
             self._set_ids(name, ids)
 
     def _write_changed(self, name: str, value: int | float) -> None:
-        """Write a number unless it is unchanged. No other method may write this input."""
+        """Fill an input with a number unless it is unchanged. No other method may write it."""
         if self._values.get(name) != value:
             self._values.pop(name, None)  # unknown if the write is interrupted
-            self._set(name, value)
+            tensor = self._inputs[name]
+            filled = np.full(tensor.spec.at({}), value, tensor.spec.dtype.numpy)
+            self.engine.write(tensor, filled)
             self._values[name] = value
 
     def _set_ids(self, name: str, ids: Sequence[int]) -> None:

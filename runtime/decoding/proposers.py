@@ -22,9 +22,9 @@ class Proposal:
     calls: Sequence[Call] = ()
     """Calls that write the block into the model's tokens; empty if it is already written."""
     drawn: int = 0
-    """The first drafts that were drawn, for rejection, from distributions that the calls leave in
-    `draft.ids` and `draft.scores` (operator `sample`). Any other draft is a point mass: it is
-    accepted if the target's own draw equals it."""
+    """So many of the first drafts were drawn, for rejection, from distributions that the calls
+    leave in `draft.candidates` and `draft.scores` (operator `sample`). Any other draft is a point
+    mass: it is accepted if the target's own draw equals it."""
 
 
 class Proposer(Protocol):
@@ -103,8 +103,11 @@ class DflashDrafter:
         model.catch_up()
         model.write_last(progress.last)
         model.write_first(self.config.context)
-        drawn = [model.call("sample_drafts")] if block.sampled else []
-        return Proposal(model.block - 1, (model.call("propose"), *drawn))
+        drafts = model.block - 1
+        if not block.sampled:
+            return Proposal(drafts, (model.call("propose"),))
+        draw = model.call("sample_drafts" + "_rejection" * block.rejection)
+        return Proposal(drafts, (model.call("propose"), draw), drafts * block.rejection)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         return (model.call("observe"),) if block.draft else ()

@@ -10,7 +10,7 @@ from typing import Literal
 
 from thor_dflash.core.results import Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason, Sampling
 
 CloseKind = Literal["", "natural", "soft", "hard", "call"]
 
@@ -92,8 +92,8 @@ class RequestReport:
     notes: tuple[BlockNote, ...]
     """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
     reuse: ReuseReport = NO_REUSE
-    seed: int | None = None
-    """Seed that its tokens were drawn with; None: greedy."""
+    sampling: Sampling | None = None
+    """How its tokens were drawn, with the seed; None: greedy."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class RequestMeter:
     cached: int = 0
     """Prompt tokens that were not read."""
     reuse: ReuseReport = NO_REUSE
-    seed: int | None = None
+    sampling: Sampling | None = None
     start: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
@@ -217,6 +217,6 @@ class RequestMeter:
             phases=self.parts,
             close=self.close,
             reuse=self.reuse,
-            seed=self.seed,
+            sampling=self.sampling,
             notes=tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

@@ -97,6 +97,11 @@ class OrtEngine:
         threads = self.threads or os.cpu_count()
         return f"CPU ({platform.machine()}), {threads} threads, ONNX Runtime {ort.__version__}"
 
+    @property
+    def loads_late(self) -> bool:
+        """See Engine."""
+        return True
+
     def load(self, name: str) -> Graph:
         """See Engine."""
         if name not in self._graphs:

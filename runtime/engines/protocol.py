@@ -78,6 +78,13 @@ class Engine(Protocol):
         """Description of the device."""
         ...
 
+    @property
+    def loads_late(self) -> bool:
+        """Whether graphs and tensors may also be made after `prepare`, when they are first needed;
+        else all calls are known then, as memory is allocated at once.
+        """
+        ...
+
     def load(self, name: str) -> Graph:
         """Load a graph of the package.
 
@@ -96,7 +103,7 @@ class Engine(Protocol):
 
     def prepare(self, calls: Sequence[Call]) -> None:
         """Prepare these calls and no others: count and allocate memory, load weights, compile.
-        Called once, after every tensor was made.
+        Called once, after every tensor was made; see `loads_late`.
 
         Raises:
             EngineError: something does not fit or does not run here.

@@ -179,6 +179,11 @@ class Admission:
             if thinks:
                 limits, budget = self._budget(request)
                 max_tokens = limits.total
+        sampling = resolve_sampling(request.sampling)
+        if sampling and sampling.rejection and request.relaxed is not None:
+            raise RequestError(
+                "decode.sampling.acceptance must be coupled with accept relaxed (got rejection)"
+            )
         relaxed = None if request.relaxed is None else self._relaxed(request, request.relaxed)
         _check_stop(request)
         stop = tuple(sorted(request.stop))
@@ -195,7 +200,7 @@ class Admission:
             grammar=request.grammar,
             forbid=self._forbidden(request),
             opening=self.opening(request),
-            sampling=resolve_sampling(request.sampling),
+            sampling=sampling,
             thinks=thinks,
             conversation=request.conversation,
             forced=request.forced,
@@ -349,6 +354,7 @@ def resolve_sampling(config: SamplingConfig) -> Sampling | None:
         top_p=config.top_p,
         min_p=config.min_p,
         seed=config.seed,
+        rejection=config.acceptance == "rejection",
     )
 
 

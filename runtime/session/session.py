@@ -178,7 +178,7 @@ class Session:
         engine, self._report = self.model.engine, None
         with self.model.alone:
             meter = RequestMeter(self.model.block, engine.busy())
-        meter.seed = request.sampling.seed if request.sampling else None
+        meter.sampling = request.sampling
         progress, finish = DecodeProgress(request.prompt, request.marks), "cancelled"
         emitted = 0
         try:

@@ -143,6 +143,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     """A name of the conversation."""
     seed: int | None = None
+    acceptance: Literal["coupled", "rejection"] | None = None
+    """Of the drafts of drawn tokens."""
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
@@ -286,7 +288,7 @@ def _sampling(request: ChatRequest) -> dict[str, object]:
     """
     if request.temperature == 0:
         return {}
-    nothing = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+    nothing = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "acceptance": ("coupled",)}
     given = {name: getattr(request, name) for name in ("temperature", *nothing, "seed")}
     return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
 

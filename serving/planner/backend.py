@@ -14,6 +14,7 @@ from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.replies import ReuseCounts
 
 if TYPE_CHECKING:
+    from thor_dflash.runtime.decoding.block import Sampling
     from thor_dflash.runtime.session.admission import Admitted
 
 StopReason = Literal["cancelled", "preempted", "deadline"]
@@ -43,10 +44,9 @@ class Prepared:
     """Least time this request takes, ms."""
 
     @property
-    def seed(self) -> int | None:
-        """Seed that the tokens are drawn with; None: greedy, or without a session."""
-        sampling = self.admitted.sampling if self.admitted else None
-        return sampling.seed if sampling else None
+    def sampling(self) -> Sampling | None:
+        """How the tokens are drawn; None: greedy, or without a session."""
+        return self.admitted.sampling if self.admitted else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

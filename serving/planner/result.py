@@ -44,7 +44,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
     plan = None if calls else _plan(decoded, checker)
     valid = plan is not None and (checker is None or checker.valid(plan))
     finish = "tool_calls" if calls and decoded.finish == "stop" else decoded.finish
-    reuse, parser = decoded.reuse, decoded.calls
+    reuse, parser, drawn = decoded.reuse, decoded.calls, prepared.sampling
     return messages.Result(
         finish_reason=finish,
         status=_status(decoded.finish, checker is None or valid or bool(calls)),
@@ -62,7 +62,8 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         generation=ask.generation,
         session=ask.session,
         prefix_id=ask.prefix_id,
-        seed=prepared.seed,
+        seed=drawn.seed if drawn else None,
+        acceptance=drawn.acceptance if drawn else None,
         # Only thinking is decoded relaxed.
         accept_mode=ask.accept_mode if decoded.usage.thinking_tokens else "exact",
         thinking_closed=decoded.closed,

@@ -117,6 +117,7 @@ class PlanRequest(_Request, frozen=True):
     top_k: Count | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    acceptance: Literal["coupled", "rejection"] = "coupled"
     stop: str | tuple[str, ...] | None = None
     forced_answer: Message | None = None
     """An assistant's message to commit as the answer, whatever the model would choose."""
@@ -245,6 +246,8 @@ class Result(Struct, frozen=True, kw_only=True):
     prefix_id: str | None = None
     seed: int | None = None
     """Seed that the tokens were drawn with; None: greedy."""
+    acceptance: Literal["coupled", "rejection"] | None = None
+    """Of the drafts of drawn tokens; None: greedy. With rejection the seed does not repeat them."""
     accept_mode: str = "exact"
     thinking_closed: Literal["", "natural", "soft", "hard", "call"] = ""
     """How the thinking ended: by itself ("natural"), by its budget, or with a tool call; "" if it

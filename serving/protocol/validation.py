@@ -90,18 +90,22 @@ def _check_sampling(request: wire.PlanRequest) -> None:
         rule = "left out, as the model itself ends its answer"
         raise bad_request(f"stop must be {rule} (got {show(request.stop)})", "stop")
     temperature = request.temperature
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
     # As the decoding of a request does, which a program in its own process has not had.
     convert({name: getattr(request, name) for name in names}, wire.PlanRequest)
     if temperature is not None and 0 < temperature < COLDEST:
         rule = f"0, or at least {COLDEST}"
         raise bad_request(f"temperature must be {rule} (got {temperature})", "temperature")
+    if temperature and request.acceptance == "rejection" and request.accept_mode != "exact":
+        rule = "coupled with accept_mode relaxed_thinking"
+        raise bad_request(f"acceptance must be {rule} (got rejection)", "acceptance")
     if temperature is not None:
         return
     neutral: dict[str, tuple[object, tuple[object, ...]]] = {
         "top_p": (request.top_p, (None, 1)),
         "top_k": (request.top_k, (None, 0, 1)),
         "min_p": (request.min_p, (None, 0)),
+        "acceptance": (request.acceptance, ("coupled",)),
     }
     for name, (value, nothing) in neutral.items():
         if value not in nothing:
@@ -117,6 +121,7 @@ def sampling_of(request: wire.PlanRequest) -> SamplingConfig:
         top_k=request.top_k or 0,
         min_p=request.min_p or 0.0,
         seed=-1 if request.seed is None else request.seed,
+        acceptance=request.acceptance,
     )
 
 

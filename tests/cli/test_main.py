@@ -31,6 +31,7 @@ from thor_dflash.config.decode import (
 )
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.core.results import Speculation, Timings, Usage
+from thor_dflash.runtime.decoding.block import Sampling
 from thor_dflash.runtime.session.admission import PackageText
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
@@ -78,6 +79,9 @@ USAGE = Usage(prompt_tokens=4, thinking_tokens=6, output_tokens=2)
 TIMINGS = Timings(prefill_ms=0.25)
 
 
+DRAWN = Sampling(temperature=1.0, seed=7, rejection=True)
+
+
 @dataclass(frozen=True)
 class Report:
     spec: Speculation = SPECULATION
@@ -86,7 +90,7 @@ class Report:
     phases_ms: dict[str, float] = field(default_factory=lambda: {"host": 1.5})
     phases: dict[str, Speculation] = field(default_factory=lambda: {"answer": Speculation()})
     close: str = "natural"
-    seed: int | None = 7
+    sampling: Sampling | None = DRAWN
     notes: tuple[Usage, ...] = (USAGE,)
 
 
@@ -159,7 +163,7 @@ def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert out == "think</think>\n\nhé\n"
     assert "tokens in" in err
-    assert "3 cycles of 2.50 tokens, ended by stop, seed 7" in err
+    assert "3 cycles of 2.50 tokens, ended by stop, seed 7 with rejection" in err
     request = session.requests[0]
     assert session.tokenizer
     assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
@@ -173,8 +177,9 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert err == ""
     assert out.count("\n") == 1
     got = json.loads(out)
-    keys = ["tokens", "text", "plan", "thinking", "finish_reason", "seed", "usage", "spec"]
-    assert list(got) == [*keys, "timings", "phases", "close_kind", "notes"]
+    keys = ["tokens", "text", "plan", "thinking", "finish_reason", "seed", "acceptance", "usage"]
+    assert list(got) == [*keys, "spec", "timings", "phases", "close_kind", "notes"]
+    assert (got["seed"], got["acceptance"]) == (7, "rejection")
     assert session.tokenizer
     assert got["tokens"] == session.tokenizer.encode(session.answer)
     assert (got["text"], got["thinking"], got["finish_reason"]) == ("hé", "think", "stop")
@@ -191,9 +196,10 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
 
 def test_sampling_is_passed_on(session: Session) -> None:
     words = "--temperature 0.7 --top-p 0.8 --top-k 20 --min-p 0.01 --seed 9223372036854775807"
+    words += " --acceptance rejection"
     assert generate("--prompt", "hi", *words.split()) == 0
     assert session.requests[0].sampling == SamplingConfig(
-        temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=2**63 - 1
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=2**63 - 1, acceptance="rejection"
     )
 
 

@@ -149,6 +149,7 @@ def test_a_budget_without_thinking_is_refused(
     ("words", "rule"),
     [
         ("--top-p 0.9", "decode.sampling.top_p must go with --temperature above 0 (got 0)"),
+        ("--acceptance rejection", "decode.sampling.acceptance must go with --temperature above 0"),
         ("--seed 3", "decode.sampling.seed must go with --temperature above 0 (got 0)"),
         ("--temperature 0.001", "decode.sampling.temperature must be 0, or 0.01 to 100"),
         ("--temperature nan", "decode.sampling.temperature must be "),

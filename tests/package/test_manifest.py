@@ -68,7 +68,7 @@ def test_refuses_no_package(tmp_path: Path) -> None:
     [
         (body(), "must begin with"),
         (render(MANIFEST).replace("block = 16", "block = 15"), "got an edited file"),
-        (sign(body().replace("format = 5", "format = 4")), "format must be 5 .got 4.*build it"),
+        (sign(body().replace("format = 6", "format = 5")), "format must be 6 .got 5.*build it"),
         (sign(body() + "\n[xtra]\n"), "unknown key"),
         (sign(body().replace("hidden = 128", "hiden = 128")), r"unknown key target.hiden .did you"),
         *((sign(body().replace("block = 16", f"block = {n}")), f"block must be 1 to .* .got {n}")

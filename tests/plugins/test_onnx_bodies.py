@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 from support.closeness import Near, hold_near
 from support.op_cases import CASES, OpCase
+from support.op_models import model, run
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
-from thor_dflash.plugins.contract import DOMAIN, VERSION, Op
-from thor_dflash.plugins.onnx_builder import IR_VERSION, ONNX_TYPE, OPSET, call, function
-from thor_dflash.plugins.onnx_registry import BODIES
-from thor_dflash.runtime.engines.onnxruntime_import import ort
+from thor_dflash.plugins.contract import Op
 
 STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
 """One rounding of a narrow type."""
@@ -31,64 +27,10 @@ def every_case() -> Iterator[object]:
             yield pytest.param(op, case, id=f"{op.name}-{case.name}")
 
 
-def model(op: Op, case: OpCase) -> onnx.ModelProto:
-    """A model whose graph is one call of the operator."""
-    a = op.complete(case.attributes)
-    dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
-    outputs = {p.name: p.name for p in op.outputs_of(a)}
-    want = op.reference(case.inputs, a)
-    node = call(op, {n: n for n in case.inputs}, outputs, dtypes, a)
-    graph = helper.make_graph(
-        [node],
-        op.name,
-        [
-            helper.make_tensor_value_info(n, ONNX_TYPE[dtypes[n]], v.shape)
-            for n, v in case.inputs.items()
-        ],
-        [
-            helper.make_tensor_value_info(n, ONNX_TYPE[DType.of(v)], v.shape)
-            for n, v in want.items()
-        ],
-    )
-    proto = helper.make_model(
-        graph,
-        functions=[function(op, BODIES[op.name], dtypes, a)],
-        ir_version=IR_VERSION,
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
-    )
-    onnx.checker.check_model(proto)
-    return proto
-
-
-def run(
-    proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Run a model. Outputs go to arrays filled with 77, so that an unwritten element shows."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1  # waiting for more threads would take longer than a case
-    session = ort.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    binding = session.io_binding()
-    outputs = {name: np.full_like(value, 77) for name, value in want.items()}
-    inputs = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
-    for name, value in inputs.items():
-        binding.bind_ortvalue_input(name, _shared(value))
-    for name, value in outputs.items():
-        binding.bind_ortvalue_output(name, _shared(value))
-    session.run_with_iobinding(binding)
-    return outputs
-
-
-def _shared(value: Array) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(value, ONNX_TYPE[DType.of(value)])
-
-
 @pytest.mark.parametrize(("op", "case"), list(every_case()))
 def test_body_equals_reference(op: Op, case: OpCase) -> None:
     want = op.reference(case.inputs, op.complete(case.attributes))
-    got = run(model(op, case), case.inputs, want)
+    got = run(model(op, case, want), case.inputs, want)
     for name, value in want.items():
         compare(op, got[name], value, name)
 

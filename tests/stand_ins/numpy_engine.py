@@ -60,6 +60,10 @@ class Stepping:
             {n: v.spec(n) for n, v in program.outputs.items()},
         )
 
+    @property
+    def loads_late(self) -> bool:
+        return True
+
     def empty(self, spec: TensorSpec, dims: Dims) -> Tensor:
         bound = TensorSpec(spec.name, spec.dtype, spec.at(dims))
         return NumpyTensor(bound, np.zeros(bound.at({}), bound.dtype.numpy))

@@ -26,7 +26,7 @@ NEAR = {
     "verify_attention": Near(apart=0.55),
     "draft_attention": Near(apart=0.55),
     "draft_conv": Near(apart=0.005),
-    "selector": Near(),
+    "selector": Near(error=4e-7),
     "context_kv": Near(apart=0.002),
     "standard": Near(apart=0.01),
     "accept": Near(),

@@ -68,6 +68,9 @@ def conv_cases(rng: Rng) -> Iterator[Case]:
         yield name, x, a
 
 
+EDGES = ("hidden", "predecessors", "successors")
+
+
 def selector_case(
     rng: Rng,
     name: str,
@@ -125,11 +128,22 @@ def selector_cases(rng: Rng) -> Iterator[Case]:
     yield name, x, a
     yield worked_example()
     for length in (3, 200_000):
-        name, x, a = selector_case(rng, f"drawn_at_{length}", reduced=120)
-        x |= {"length": np.array([length], np.int32), "temperature": np.array([0.7], np.float32)}
-        x |= {"seed": np.array([-5, 77], np.int32)}
-        x["forced"][2] = 9
-        yield name, x, a
+        yield _drawn(length, selector_case(rng, f"drawn_at_{length}", reduced=120))
+    law: dict[str, Attribute] = {"rejection": 1}
+    yield _drawn(5, selector_case(rng, "rejection", reduced=120, attributes=law))
+    for width in (9, 200):
+        few = selector_case(rng, f"rejection_of_{width}_without_edges", width=width, attributes=law)
+        name, x, a = _drawn(6, few)
+        x["logits"][3], x["logits"][4, 5], x["logits"][5, 4:] = -np.inf, np.nan, -np.inf
+        yield name, {n: v for n, v in x.items() if n not in EDGES}, a
+
+
+def _drawn(length: int, case: Case) -> Case:
+    name, x, a = case
+    x |= {"length": np.array([length], np.int32), "temperature": np.array([0.7], np.float32)}
+    x |= {"seed": np.array([-5, 77], np.int32)}
+    x["forced"][2] = 7
+    return name, x, a
 
 
 def worked_example() -> Case:
@@ -164,9 +178,9 @@ def conv_kernel_cases(rng: Rng) -> Iterator[Case]:
 def selector_kernel_cases(rng: Rng) -> Iterator[Case]:
     """Rows of several slices; every case of the operator in the types that kernels take."""
     for name, x, a in selector_cases(rng):
-        if x["predecessors"].dtype != DType.BF16.numpy and x["hidden"].shape[1] % 8 == 0:
-            codes = ("hidden", "predecessors", "successors")
-            yield name, x | {n: x[n].astype(DType.BF16.numpy) for n in codes}, a
+        codes = {n: x[n].astype(DType.BF16.numpy) for n in EDGES if n in x}
+        if not codes or (x["hidden"].dtype != DType.BF16.numpy and x["hidden"].shape[1] % 8 == 0):
+            yield name, x | codes, a
     wide: dict[str, Attribute] = {"vocab": 20000}
     yield selector_case(rng, "wide", 8, 20480, rank=64, dtype=DType.BF16, attributes=wide)
     name, x, a = selector_case(rng, "odd_width", 3, 8201, rank=8, dtype=DType.BF16)

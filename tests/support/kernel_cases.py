@@ -13,7 +13,15 @@ import pytest
 from support.dflash2_cases import conv_kernel_cases, selector_kernel_cases
 from support.draft_attention_cases import draft_cases
 from support.kernel_runner import Refused, in_kernel_types, packed, shaped, site_of
-from support.op_cases import CASES, OpCase, accept_case, gdn_case, sample_case, weight_case
+from support.op_cases import (
+    CASES,
+    OpCase,
+    accept_case,
+    gdn_case,
+    rejecting,
+    sample_case,
+    weight_case,
+)
 from support.verify_attention_cases import alone, between_numbers, strongest_last
 
 from thor_dflash.core.tensors import Array, DType
@@ -419,6 +427,9 @@ def _sample(rng: Rng) -> Iterator[OpCase]:
         yield sample_case(f"{rows}x{vocab}", logits)
         yield sample_case(f"{rows}x{vocab}_qwen", logits, temperature=0.6, top_k=20, top_p=0.95)
         yield sample_case(f"{rows}x{vocab}_top_p", np.round(logits), temperature=2.0, top_p=0.8)
+    for rows, vocab, top_k in ((3, 2500, 0), (2, 9001, 40)):
+        case = sample_case(f"{rows}x{vocab}", rng.standard_normal((rows, vocab)) * 4, top_k=top_k)
+        yield rejecting(case, rows, 32)
 
 
 _CASES = {

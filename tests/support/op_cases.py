@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from support.dflash2_cases import conv_cases, selector_cases
+from support.drafted_rows import drafted_rows, equal_laws
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import SAMPLE
@@ -190,10 +191,16 @@ def sample_case(name: str, logits: Array, **given: Array | float) -> OpCase:
     x = {**quiet, **real, **given}
     attributes = {n: int(np.asarray(x.pop(n, 0))) for n in ("vocab", "first")}
     inputs = {
-        n: np.atleast_1d(value).astype(np.float32 if n in real else np.int32)
+        n: np.atleast_1d(value).astype(np.float32 if n in (*real, "scores") else np.int32)
         for n, value in x.items()
     }
     return OpCase(name, {"logits": logits.astype(np.float32), **inputs}, attributes)
+
+
+def rejecting(case: OpCase, seed: int, most: int = 16) -> OpCase:
+    """The case with drafts drawn from at most so many of its best ids."""
+    more = drafted_rows(case.inputs, case.attributes["vocab"], seed, most)
+    return OpCase(f"{case.name}_rejecting", {**case.inputs, **more}, case.attributes)
 
 
 def any_sample_case(seed: int, widths: Sequence[int], few: int) -> OpCase:
@@ -226,15 +233,9 @@ def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     logits = rng.standard_normal((16, 40)) * 3
     for temperature in (0.01, 7.0):
         yield sample_case(f"t_{temperature}", logits, temperature=temperature)
-    for name, value in (
-        ("top_k", 1),
-        ("top_k", 5),
-        ("top_p", 0.5),
-        ("top_p", 0.0),
-        ("min_log_p", -2),
-        ("min_log_p", 0),
-    ):
-        yield sample_case(f"{name}_{value}", logits, **{name: value})
+    for name, values in (("top_k", (1, 5)), ("top_p", (0.5, 0.0)), ("min_log_p", (-2, 0))):
+        for value in values:
+            yield sample_case(f"{name}_{value}", logits, **{name: value})
     yield sample_case("qwen", logits, temperature=0.6, top_k=20, top_p=0.95)
     yield sample_case("id_map", logits, id_map=np.arange(40) * 3 + 1)
     tied = np.where(np.arange(40) % 3, 1.0, 2.0) * np.ones((3, 1))
@@ -252,6 +253,15 @@ def sample_cases(rng: np.random.Generator) -> Iterator[OpCase]:
         yield sample_case(f"{value}_in_row_3", spoiled)
     for seed in range(9):
         yield any_sample_case(seed, (1, 2, 7, 40, 333), 1000)
+    for seed in range(6):
+        yield rejecting(any_sample_case(seed, (40,), 1000), seed)
+    peaked = np.full((2, 40), -np.inf)
+    peaked[:, 3] = 0  # one id is left: its draft is always accepted
+    yield rejecting(sample_case("one_id", peaked), 1)
+    yield rejecting(sample_case("qwen", logits, temperature=0.6, top_k=20, top_p=0.95), 2)
+    whole = rejecting(sample_case("whole", logits, first=1), 3)
+    yield whole
+    yield OpCase("equal_laws", equal_laws(whole.inputs), whole.attributes)
 
 
 def gdn_case(

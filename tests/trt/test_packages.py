@@ -45,7 +45,8 @@ def test_the_package_holds_an_engine_and_a_description_of_every_graph(nano: Buil
     verify(nano.out, found)
     assert (found.engine, found.kv, found.activations) == ("tensorrt", "fp8", "bf16")
     steps = {"verify", "accept", "accept_masked", "accept_sampled", "accept_sampled_masked",
-             "propose", "sample_drafts", "observe", "observe_chunk", "observe_chunk.chunk64",
+             "accept_rejection", "propose", "sample_drafts", "sample_drafts_rejection",
+             "observe", "observe_chunk", "observe_chunk.chunk64",
              "prefill", "prefill.chunk64"}  # fmt: skip
     assert nano.engines.keys() == steps
     for step in steps:

@@ -135,7 +135,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
         "decode.ignore_eos", "decode.budget.tokens", "decode.budget.close", "decode.budget.effort",
         "decode.accept", "decode.gate", "engine.block", "decode.sampling.temperature",
         "decode.sampling.top_p", "decode.sampling.top_k", "decode.sampling.min_p",
-        "decode.sampling.seed",
+        "decode.sampling.seed", "decode.sampling.acceptance",
     )  # fmt: skip
     _add(sub, "--json", "print one JSON object instead of the text")
 
@@ -295,6 +295,8 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--min-p X", "draw from tokens with this share of the best one's probability",
          type=float)  # fmt: skip
     _add(sub, "--seed N", "seed of the draw: the same plan again (default: drawn, and reported)")
+    _add(sub, "--acceptance", "of drafts of drawn tokens; rejection accepts more, and a seed does "
+         "not repeat the plan (default: coupled)", choices=("coupled", "rejection"))  # fmt: skip
     _add(sub, "--deadline-ms MS", "the plan, or what there is of it, must be here by then "
          "(default: none)")  # fmt: skip
     _add(sub, "--session NAME", "name of the robot or arm: a later plan of the same name replaces "

@@ -120,8 +120,8 @@ def _check_used(args: Namespace, config: DecodeConfig) -> None:
          "a budget or an effort (got none)"),
         ("budget", ("ratio", "soften"), config.budget.close == "soft",
          "--thinking-close soft (got close hard)"),
-        ("sampling", ("top_p", "top_k", "min_p", "seed"), config.sampling.temperature > 0,
-         "--temperature above 0 (got 0)"),
+        ("sampling", ("top_p", "top_k", "min_p", "seed", "acceptance"),
+         config.sampling.temperature > 0, "--temperature above 0 (got 0)"),
     ):  # fmt: skip
         for name in names if not used else ():
             changed = _value(config, section, name) != _value(DecodeConfig(), section, name)

@@ -38,6 +38,7 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "decode.sampling.top_k": ("--top-k", "N"),
     "decode.sampling.min_p": ("--min-p", "X"),
     "decode.sampling.seed": ("--seed", "N"),
+    "decode.sampling.acceptance": ("--acceptance", ""),
     "decode.gate": ("--gate", ""),
     "decode.budget.tokens": ("--thinking-budget", "N"),
     "decode.budget.effort": ("--reasoning-effort", ""),

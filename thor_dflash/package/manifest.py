@@ -29,7 +29,7 @@ from thor_dflash.core.model_dims import DrafterDims, TargetDims
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.shortages import shortage
 
-FORMAT = 5
+FORMAT = 6
 """Version of the package format. A runtime reads only its own version."""
 NAME = "manifest.toml"
 MAGIC = "# thor-dflash package, sha256 of the lines below: "

@@ -93,6 +93,11 @@ class CudaEngine:
         """Device memory of the engine: kind -> bytes."""
         return dict(self.tensors.arena.sizes)
 
+    @property
+    def loads_late(self) -> bool:
+        """See Engine."""
+        return False
+
     def load(self, name: str) -> Graph:
         """See Engine."""
         if name not in self._graphs:

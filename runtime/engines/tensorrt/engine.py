@@ -112,6 +112,11 @@ class TensorRTEngine:
         """Device memory of the engine: kind -> bytes."""
         return {**self.tensors.arena.sizes, **self._owned}
 
+    @property
+    def loads_late(self) -> bool:
+        """See Engine."""
+        return False
+
     def load(self, name: str) -> Graph:
         """See Engine.
 

@@ -34,6 +34,7 @@ def test_every_norm_has_the_epsilon_of_its_own_model() -> None:
     assert found == {
         "prefill": {0.25}, "verify": {0.25}, "accept": set(), "accept_masked": set(),
         "accept_sampled": set(), "accept_sampled_masked": set(), "sample_drafts": set(),
+        "sample_drafts_rejection": set(), "accept_rejection": set(),
         "propose": {0.5}, "observe": {0.5}, "observe_chunk": {0.5},
     }  # fmt: skip
 

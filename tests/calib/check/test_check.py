@@ -89,6 +89,8 @@ def test_a_package_compared_with_itself_is_right(good: Path) -> None:
         "propose",
         "observe",
         "sample_drafts",
+        "sample_drafts_rejection",
+        "accept_rejection",
     ]
     # Other graphs use these names for other values: only verify's are compared.
     assert [walk.graph for walk in report.walks if walk.furthest] == ["verify", "verify"]

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from support.chi_square import likely
 from support.op_cases import sample_case
 
 from thor_dflash.core.tensors import Array
@@ -27,8 +28,6 @@ CELLS = {
     "all": (0.8, 9, 0.95, 0.02),
 }
 """temperature, top_k, top_p, min_p."""
-SURE = 1e-4 / len(CELLS)
-"""Chance of a false alarm in a cell."""
 
 
 def logits() -> Array:
@@ -64,27 +63,6 @@ def draws(x: Array, cell: tuple[float, int, float, float], seed: int, count: int
     ids, z = processed(case.inputs, SAMPLE.complete({}), 0)
     score = z + noise(seed, np.arange(count)[:, None], ids)
     return np.asarray(ids[score.argmax(axis=1)])
-
-
-def likely(found: Array, p: Array) -> bool:
-    """Whether a chi-square test accepts counts of ids drawn by p; an id of no chance fails it."""
-    count = np.bincount(found, minlength=len(p))
-    if count[p == 0].any():
-        return False
-    want = p * len(found)
-    rare = want < 5
-    pairs = [*zip(count[~rare], want[~rare], strict=True)]
-    if rare.any():
-        pairs.append((count[rare].sum(), want[rare].sum()))
-    pairs = [(c, w) for c, w in pairs if w > 0]
-    square = sum((c - w) ** 2 / w for c, w in pairs)
-    return bool(square < _quantile(len(pairs) - 1))
-
-
-def _quantile(degrees: int) -> float:
-    """Of chi-square at 1 - SURE, by Wilson and Hilferty: within 1 % from 1 degree of freedom on."""
-    normal = 4.2  # of 1 - 1.3e-5
-    return degrees * (1 - 2 / (9 * degrees) + normal * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)

@@ -1,4 +1,6 @@
-"""Sampled tokens depend on seed, prompt and package alone, bit for bit."""
+"""Sampled tokens depend on seed, prompt and package alone, bit for bit, unless rejection is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from support.constrained_model import constrained
 from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
 
 from thor_dflash.config.decode import BudgetConfig, RelaxedConfig, SamplingConfig
+from thor_dflash.core.errors import RequestError
 from thor_dflash.plugins import SAMPLE
+from thor_dflash.plugins.numpy_noise import DRAFT, noise
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request
@@ -199,3 +203,62 @@ def test_the_tokens_are_those_of_the_operator() -> None:
         a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
         assert SAMPLE.reference(x, a)["choice"][0] == token
         context.append(token)
+
+
+# ---- rejection -----------------------------------------------------------------------------------
+REJECTION = replace(QWEN, acceptance="rejection")
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_rejection_decides_by_what_each_draft_was_drawn_from(second: bool) -> None:
+    """From the tensors of a block, row by row, by the references of the operators."""
+    s = session(second=second)
+    run = s.run(replace(ONE, sampling=REJECTION), DflashDrafter())
+    tokens = next(chunk.tokens for chunk in run if chunk.tokens)
+    run.close()
+    block, length = s.model.block, len(ONE.prompt) - 1
+    x = {name: s.model.read(name) for name in ("logits", "tokens")}
+    law = {name: s.model.read(f"draft.{name}") for name in ("candidates", "scores")}
+    if not second:
+        own = s.model.read("draft_logits")[1:, : s.manifest.vocab_limit]
+        best = np.argsort(-own, axis=1, kind="stable")[:, :16]
+        assert np.array_equal(law["candidates"][:-1], best)
+        assert np.array_equal(law["scores"][:-1], np.take_along_axis(own, best, axis=1))
+    for i in range(block - 1):
+        score = law["scores"][i] + noise(11, np.array(length + 1 + i), law["candidates"][i], DRAFT)
+        assert x["tokens"][i + 1] == law["candidates"][i][score.argmax()]
+    how = {
+        "length": np.array([length], np.int32),
+        "seed": np.array([QWEN.seed, 0], np.int32),
+        "temperature": np.array([QWEN.temperature], np.float32),
+        "top_k": np.array([QWEN.top_k], np.int32),
+        "top_p": np.array([QWEN.top_p], np.float32),
+        "min_log_p": np.array([-np.inf], np.float32),
+        "drawn": np.array([block - 1], np.int32),
+    }
+    a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
+    choice = SAMPLE.reference(x | law | how, a)["choice"]
+    agreed = int((choice[:-1] == x["tokens"][1:]).cumprod().sum())
+    assert list(tokens) == choice[: agreed + 1].tolist()
+
+
+@pytest.mark.parametrize("kind", ["none", "erring"])
+def test_drafts_that_were_not_drawn_leave_the_coupled_answer(kind: str) -> None:
+    truth = list(truth_of("qwen"))
+    proposer = NoDrafter() if kind == "none" else drafter(kind, truth)
+    assert answer(session(), replace(ONE, sampling=REJECTION), proposer) == truth
+
+
+def test_rejection_follows_a_grammar() -> None:
+    grammar = constrained_model.session().grammar(constrained_model.SMALL)
+    request = replace(constrained_model.asked(False), sampling=REJECTION)
+    got = constrained(request, DflashDrafter(), grammar)
+    assert json.loads(constrained_model.text().decode(got)).keys() == {"say", "n", "ok"}
+
+
+def test_rejection_at_temperature_0_is_greedy_and_with_relaxed_acceptance_refused() -> None:
+    s = session()
+    greedy = replace(REJECTION, temperature=0)
+    assert s.admit(replace(ONE, sampling=greedy)).sampling is None
+    with pytest.raises(RequestError, match="acceptance"):
+        s.admit(replace(ONE, sampling=REJECTION, relaxed=RelaxedConfig()))

@@ -151,6 +151,7 @@ def test_what_asks_for_nothing_is_as_if_left_out(fields: dict[str, Any]) -> None
 
 def test_sampling_is_passed_on() -> None:
     how = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.01, "seed": 2**63 - 1}
+    how["acceptance"] = "rejection"
     request = asks(**how)
     assert {name: getattr(request, name) for name in how} == how
 

@@ -90,7 +90,10 @@ def test_a_drawn_plan_comes_again_from_the_seed_that_it_reports(backend: Session
     assert first.tokens != other.tokens
     assert first.seed is not None
     assert planner.plan(structs.replace(ask, seed=first.seed)).tokens == first.tokens
-    assert planner.plan(structs.replace(ask, temperature=0)).seed is None
+    greedy = planner.plan(structs.replace(ask, temperature=0))
+    rejecting = planner.plan(structs.replace(ask, acceptance="rejection"))
+    assert (greedy.seed, greedy.acceptance, first.acceptance) == (None, None, "coupled")
+    assert rejecting.acceptance == "rejection"
 
 
 @pytest.mark.parametrize(

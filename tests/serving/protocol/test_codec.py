@@ -125,6 +125,11 @@ def test_any_mutation_is_read_or_refused(data: st.DataObject) -> None:
         ({"top_p": 0.9}, "top_p"),
         ({"temperature": 1, "top_k": -1}, "top_k"),
         ({"temperature": 1, "seed": 2**63}, "seed"),
+        ({"acceptance": "rejection"}, "acceptance"),
+        (
+            {"temperature": 1, "acceptance": "rejection", "accept_mode": "relaxed_thinking"},
+            "acceptance",
+        ),
         ({"temperature": 1, "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"stop": ["."]}, "stop"),
         ({"thinking_budget": 3, "thinking_token_budget": 4}, "thinking_token_budget"),

@@ -97,7 +97,7 @@ def test_every_field_of_a_plan_and_its_default() -> None:
     ("field", "hint"),
     [
         (name, messages.PlanRequest)
-        for name in ("thinking", "preempt", "accept_mode", "on_deadline")
+        for name in ("thinking", "preempt", "accept_mode", "acceptance", "on_deadline")
     ],
 )
 def test_every_choice_of_a_plan_is_named(field: str, hint: type[msgspec.Struct]) -> None:

@@ -132,13 +132,15 @@ def _ids(tokens: tuple[int, ...]) -> list[TextPiece]:
 
 
 def _result(output: Completion, answer: Answer | None, report: RequestReport) -> dict[str, object]:
+    drawn = report.sampling
     return {
         "tokens": output.tokens,
         "text": answer.text() if answer else None,
         "plan": read_object(answer.text()) if answer else None,
         "thinking": answer.thinking() if answer else None,
         "finish_reason": output.finish,
-        "seed": report.seed,
+        "seed": drawn.seed if drawn else None,
+        "acceptance": drawn.acceptance if drawn else None,
         "usage": dataclasses.asdict(report.usage),
         "spec": dataclasses.asdict(report.spec),
         "timings": {**dataclasses.asdict(report.timings), "phases_ms": dict(report.phases_ms)},
@@ -150,7 +152,8 @@ def _result(output: Completion, answer: Answer | None, report: RequestReport) ->
 
 def _summary(output: Completion, report: RequestReport) -> str:
     count, spec = len(output.tokens), report.spec
-    seed = "" if report.seed is None else f", seed {report.seed}"
+    drawn = report.sampling
+    seed = f", seed {drawn.seed}{' with rejection' * drawn.rejection}" if drawn else ""
     return (
         f"{amount(count, 'tokens')} in {output.seconds:.2f} s, {count / output.seconds:.1f} tok/s, "
         f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens, "

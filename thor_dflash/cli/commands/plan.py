@@ -56,7 +56,7 @@ def _request(args: Namespace) -> PlanRequest:
     given: dict[str, Any] = {"stream": "all"}
     for name in (
         *("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"),
-        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "acceptance"),
     ):
         if (value := vars(args)[name]) is not None:
             given[name] = value
@@ -176,5 +176,5 @@ def _summary(result: Result, status: int) -> str:
     if spec is not None:
         words.insert(2, f"{spec.accept_len:.2f} tokens a cycle")
     if result.seed is not None:
-        words.append(f"seed {result.seed}")
+        words.append(f"seed {result.seed}" + " with rejection" * (result.acceptance == "rejection"))
     return ", ".join(words)
