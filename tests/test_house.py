@@ -44,7 +44,7 @@ MAY = dict(
     uvicorn serving/gateway/http_server.py tests/*
     prometheus_client serving/gateway/metrics.py tests/*
     openai tests/*
-    yaml thor_dflash/cli/commands/schema.py tests/*
+    yaml thor_dflash/cli/skill_file.py tests/*
     packaging tests/*
     tomli_w thor_dflash/package/manifest.py
     safetensors builders/checkpoint/shards.py calib/nano/* tests/*

@@ -48,7 +48,7 @@ class Grammar:
     """A compiled schema. Shared by requests: each copies the matcher."""
 
     source: str
-    """Compact JSON of the schema, or the Lark text of the tool calls."""
+    """Compact JSON of the schema, or Lark text."""
     matcher: LLMatcher
     """At the beginning of the answer, with its first mask computed."""
     vocabulary: Vocabulary
@@ -204,6 +204,22 @@ class Grammars:
         key = f"{lark}\n// {free}"
         return self._once("tools", key, lambda: self._compile_calls(key, marks[0], free=free))
 
+    def compile_lark(self, lark: str) -> Grammar:
+        """The grammar in a text of llguidance's Lark. It must come from this program: the compiler
+        takes texts that no answer could satisfy, and marks such as `<|im_end|>`.
+
+        Raises:
+            RequestError: as `compile`.
+            CompilerBusy: as `compile`.
+        """
+        return self._once("grammar", lark, lambda: self._compile_lark(lark))
+
+    def _compile_lark(self, lark: str) -> Grammar:
+        start = time.perf_counter()
+        matcher = self._matcher("grammar", lark)
+        spent = 1e3 * (time.perf_counter() - start)
+        return Grammar(lark, matcher, self._vocabulary, (), spent, partial(self.compile_lark, lark))
+
     def _compile_calls(self, lark: str, opening: int, *, free: bool) -> Grammar:
         start = time.perf_counter()
         matcher = self._matcher("tools", lark)
@@ -216,7 +232,7 @@ class Grammars:
 
     def _once(self, what: str, key: str, make: Callable[[], Grammar]) -> Grammar:
         """The grammar of this key: cached, or made by a thread that is given some time. `what` it
-        is made of: schema or tools.
+        is made of: schema, grammar or tools.
         """
         with self._lock:
             kept = self._kept.get(key)

@@ -97,6 +97,10 @@ class Session:
         """As `grammar`, of the tool calls of a request, or of an answer given instead of them."""
         return self._compiler().compile_calls(use, answer)
 
+    def lark_grammar(self, lark: str) -> Grammar:
+        """As `grammar`, of a text of llguidance's Lark that this program made."""
+        return self._compiler().compile_lark(lark)
+
     def _compiler(self) -> Grammars:
         if self._grammars is None:
             if self.tokenizer is None:

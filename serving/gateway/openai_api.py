@@ -118,8 +118,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions, without what is NEUTRAL. The last eight fields are
-    TDP/1's own (`extra_body`), those before them have no effect.
+    """The body of POST /v1/chat/completions, without what is NEUTRAL. The last ten fields
+    are TDP/1's own (`extra_body`), those before them have no effect.
     """
 
     messages: list[ChatMessage]
@@ -157,6 +157,8 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     prefix_id: str | None = None
     forced_answer: ChatMessage | None = None
     forced_accept: float | None = None
+    skills: dict[str, Any] | None = None
+    plan_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,8 @@ def plan_request(request: ChatRequest, caller: Caller = NOBODY) -> wire.PlanRequ
         "prefix_id": request.prefix_id,
         "forced_answer": _forced(request.forced_answer),
         "forced_accept": request.forced_accept,
+        "skills": request.skills,
+        "plan_format": request.plan_format,
         **_sampling(request),
         "conversation": _name(caller.session or request.prompt_cache_key),
         "cache_scope": caller.scope,

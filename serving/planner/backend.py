@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from thor_dflash.runtime.text.tool_calls import Tool
 from thor_dflash.serving.planner.latency_model import LatencyModel
-from thor_dflash.serving.planner.schema_validator import SchemaValidator
+from thor_dflash.serving.planner.plan_format import PlanFormat
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.replies import ReuseCounts
 
@@ -33,8 +33,8 @@ class Prepared:
     """Most thinking tokens."""
     thinks: bool
     """Whether the prompt opens the thinking block."""
-    checker: SchemaValidator | None
-    """Validates the plan against its schema, if it has one."""
+    format: PlanFormat
+    """Reads the answer."""
     tools: tuple[Tool, ...] = ()
     """Those that the answer may call."""
     admitted: Admitted | None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tool_calls import CallPiece
-from thor_dflash.serving.planner.partial_json import StepStream
+from thor_dflash.serving.planner.plan_format import JsonPlan, PlanFormat
 from thor_dflash.serving.protocol import messages
 
 MARKS = ("<think>", "</think>")
@@ -15,10 +15,10 @@ MARKS = ("<think>", "</think>")
 class ChunkWriter:
     """Turns pieces of an answer into the requested chunks; does no work if none are requested."""
 
-    def __init__(self, stream: bool | messages.Stream) -> None:
+    def __init__(self, stream: bool | messages.Stream, format: PlanFormat | None = None) -> None:
         self._text = stream in ("text", "all")
         self._progress = stream == "all"
-        self._steps = StepStream() if stream in ("steps", "all") else None
+        self._steps = (format or JsonPlan()).reader() if stream in ("steps", "all") else None
         self._begun = {True: False, False: False}
         self._index = 0
 

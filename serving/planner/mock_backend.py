@@ -19,6 +19,7 @@ from thor_dflash.runtime.decoding.telemetry import NO_REUSE
 from thor_dflash.runtime.grammar.tools import ToolUse, call_grammar
 from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tool_calls import CallPiece, JsonType, Tool, ToolCallParser
+from thor_dflash.serving.planner import answer_rule
 from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import (
     BackendInfo,
@@ -27,9 +28,9 @@ from thor_dflash.serving.planner.backend import (
     StopReason,
 )
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
+from thor_dflash.serving.planner.formats.nav2 import Nav2Waypoints
+from thor_dflash.serving.planner.formats.text_format import TextPlanFormat
 from thor_dflash.serving.planner.latency_model import LatencyModel
-from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
-from thor_dflash.serving.planner.skill_schema import with_schema
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
 from thor_dflash.serving.protocol.replies import ReuseCounts
@@ -83,13 +84,14 @@ def _check_tools(use: ToolUse) -> None:
         raise PlanError("schema_unsupported", errors.refusal(e), field="tools") from e
 
 
-def _checker(schema: Mapping[str, Any]) -> SchemaValidator:
-    checker = SchemaValidator(read_schema(schema))
+def _rule(request: messages.PlanRequest | messages.Validate) -> answer_rule.AnswerRule:
+    rule = answer_rule.rule_of(request)
+    schema: Mapping[str, Any] = {} if rule.schema is None else rule.schema.table
     literals = [schema["const"]] if "const" in schema else schema.get("enum", [{}])
     # Whether a deeper schema allows an object, only a grammar can find, and the mock has none.
     if "object" not in schema.get("type", "object") or dict not in map(type, literals):
         raise errors.no_object(schema)
-    return checker
+    return rule
 
 
 def _callable(ask: messages.PlanRequest, use: ToolUse) -> tuple[Tool, ...]:
@@ -163,6 +165,7 @@ class MockBackend:
                 "thinking_budget",
                 "relaxed_thinking",
                 "tools",
+                *answer_rule.FEATURES,
             ),
         )
 
@@ -180,14 +183,12 @@ class MockBackend:
     def prepare(
         self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
     ) -> Prepared:
-        ask = with_schema(ask)
         validation.check_values(ask)
         validation.check_forced(ask, allowed=False)
         use = tool_use(ask, self.config.tools)
         if use is not None and use.constrained:
             _check_tools(use)
-        schema = validation.schema_of(ask)
-        tokens = _tokens(ask)
+        rule, tokens = _rule(ask), _tokens(ask)
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if tokens + max_tokens > CONTEXT:
@@ -200,7 +201,7 @@ class MockBackend:
             max_tokens=max_tokens,
             budget=budget,
             thinks=budget > 0,
-            checker=None if schema is None else _checker(schema),
+            format=rule.format,
             tools=() if use is None else _callable(ask, use),
             admitted=None,
             grammar_ms=0.0,
@@ -217,13 +218,12 @@ class MockBackend:
             raise PlanError("bad_request", text, field="prefix_id")
 
     def validate(self, request: messages.Validate) -> dict[str, Any]:
-        request = with_schema(request)
         out: dict[str, Any] = {"max_context": CONTEXT}
         if request.prompt is not None or request.messages is not None:
             out["prompt_tokens"] = _tokens(request)
         if request.json_schema is not None:
             validation.check_values(messages.PlanRequest(json_schema=request.json_schema))
-            _checker(request.json_schema)
+        if _rule(request).field:
             out |= {"compile_ms": 0.0, "warnings": ()}
         return out
 
@@ -263,7 +263,9 @@ class MockPlanRun:
 
     def __init__(self, prepared: Prepared, rates: LatencyModel, cycle_s: float) -> None:
         thought = words(THINKING)[: prepared.budget]
-        answer = words(_call(prepared.tools[0]) if prepared.tools else PLAN)
+        form = prepared.format
+        plan = form.sample() if isinstance(form, TextPlanFormat | Nav2Waypoints) else PLAN
+        answer = words(_call(prepared.tools[0]) if prepared.tools else plan)
         self._prepared = prepared
         self._rates = rates
         self._cycle_s = cycle_s
@@ -272,7 +274,7 @@ class MockPlanRun:
         self._calls = ToolCallParser({t.name: t for t in prepared.tools}, MARKS, _character)
         self._cut = len(answer) > prepared.max_tokens
         self._thought = len(thought)
-        self._writer = ChunkWriter(prepared.ask.stream)
+        self._writer = ChunkWriter(prepared.ask.stream, prepared.format)
         self._prompt_done = prepared.cached
         self._emitted = 0
         self._start = time.perf_counter()

@@ -54,14 +54,10 @@ def from_skills(
         {f"ids.{kind}": texts for kind, texts in ids.items()} | {"on_fail": on_fail}
     ).items():
         _check_texts(what, texts)
-    able = {name: args for name, args in skills.items() if _able(name, args, ids)}
-    if not able:
-        raise RequestError(f"skills must have one that is possible here (got {list(skills)})")
+    able = possible(skills, ids)
     if max_steps < 1:
         raise RequestError(f"max_steps must be >= 1 (got {max_steps})")
-    used = {kind for args in able.values() for kind in args.values() if isinstance(kind, str)}
-    shared: Schema = {f"ids.{kind}": {"enum": list(ids[kind])} for kind in ids if kind in used}
-    shared |= {f"args.{name}": _args(args) for name, args in able.items()}
+    shared = _definitions(able, ids)
     shared["on_fail"] = {"enum": list(on_fail)}
     if expect:
         shared["expect"] = {"type": "string", "maxLength": expect}
@@ -73,6 +69,39 @@ def from_skills(
     }
     acts, asks = _plan(steps, {"type": "null"}), _plan(nothing, question)
     return {"title": NAME, "anyOf": [acts, asks], "$defs": shared}
+
+
+def possible(
+    skills: Mapping[str, Mapping[str, Kind]], ids: Mapping[str, Sequence[str]]
+) -> dict[str, Mapping[str, Kind]]:
+    """Return the skills that have an id for every argument.
+
+    Raises:
+        RequestError: there are none, or an argument is of an unknown kind.
+    """
+    able = {name: args for name, args in skills.items() if _able(name, args, ids)}
+    if not able:
+        raise RequestError(f"skills must have one that is possible here (got {show(list(skills))})")
+    return able
+
+
+def steps_schema(
+    able: Mapping[str, Mapping[str, Kind]], ids: Mapping[str, Sequence[str]], most: int
+) -> Schema:
+    """Return the schema of 1 to `most` steps over possible skills, each with `id`, `skill` and
+    `args` alone.
+    """
+    number: Schema = {"type": "integer", "minimum": 1}
+    step = _step(list(able), shared := _definitions(able, ids), number)
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": step, "$defs": shared}
+
+
+def _definitions(
+    able: Mapping[str, Mapping[str, Kind]], ids: Mapping[str, Sequence[str]]
+) -> Schema:
+    used = {kind for args in able.values() for kind in args.values() if isinstance(kind, str)}
+    shared: Schema = {f"ids.{kind}": {"enum": list(ids[kind])} for kind in ids if kind in used}
+    return shared | {f"args.{name}": _args(args) for name, args in able.items()}
 
 
 def _check_texts(what: str, value: object) -> None:
@@ -92,7 +121,7 @@ def _able(name: str, args: Mapping[str, Kind], ids: Mapping[str, Sequence[str]])
 
 
 def _args(args: Mapping[str, Kind]) -> Schema:
-    return _object(
+    return closed_object(
         {
             arg: _ref(f"ids.{kind}") if isinstance(kind, str) else dict(kind)
             for arg, kind in args.items()
@@ -101,7 +130,7 @@ def _args(args: Mapping[str, Kind]) -> Schema:
 
 
 def _plan(steps: Schema, question: Schema) -> Schema:
-    return _object({"goal": _ref("goal"), "steps": steps, "needs_clarification": question})
+    return closed_object({"goal": _ref("goal"), "steps": steps, "needs_clarification": question})
 
 
 def _steps(names: list[str], shared: Schema, count: int, numbered: bool) -> Schema:
@@ -126,13 +155,16 @@ def _step(names: list[str], shared: Schema, number: Schema) -> Schema:
     tail: Schema = {key: _ref(key) for key in ("expect", "on_fail") if key in shared}
     return {
         "anyOf": [
-            _object({"id": number, "skill": {"const": name}, "args": _ref(f"args.{name}"), **tail})
+            closed_object(
+                {"id": number, "skill": {"const": name}, "args": _ref(f"args.{name}"), **tail}
+            )
             for name in names
         ]
     }
 
 
-def _object(properties: Schema) -> Schema:
+def closed_object(properties: Schema) -> Schema:
+    """Return the schema of an object with exactly these keys."""
     return {
         "type": "object",
         "properties": properties,

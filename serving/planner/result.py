@@ -12,8 +12,6 @@ from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.runtime.decoding.telemetry import ReuseReport
 from thor_dflash.runtime.text.tool_calls import ToolCallParser
 from thor_dflash.serving.planner.backend import Prepared
-from thor_dflash.serving.planner.partial_json import close_partial, read_object
-from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.protocol import messages
 
 
@@ -39,15 +37,15 @@ class Decoded:
 def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
     """Return the result of a run, with the parts that were requested and all times."""
     ask, wanted = prepared.ask, frozenset(prepared.ask.parts)
-    checker = prepared.checker
-    calls = _calls(decoded)
-    plan = None if calls else _plan(decoded, checker)
-    valid = plan is not None and (checker is None or checker.valid(plan))
+    calls, form = _calls(decoded), prepared.format
+    plan, valid = (
+        (None, False) if calls else form.read(decoded.text, whole=decoded.finish == "stop")
+    )
     finish = "tool_calls" if calls and decoded.finish == "stop" else decoded.finish
     reuse, parser, drawn = decoded.reuse, decoded.calls, prepared.sampling
     return messages.Result(
         finish_reason=finish,
-        status=_status(decoded.finish, checker is None or valid or bool(calls)),
+        status=_status(decoded.finish, not form.demanded or valid or bool(calls)),
         tool_calls=calls,
         cut_call=parser.cut if parser else None,
         notes=tuple(parser.notes) if parser else (),
@@ -91,14 +89,6 @@ def requested_parts(result: messages.Result, ask: messages.PlanRequest) -> messa
     if "timings" in ask.parts:
         return result
     return structs.replace(result, timings=None, spec=None)
-
-
-def _plan(decoded: Decoded, checker: SchemaValidator | None) -> dict[str, object] | None:
-    whole = read_object(decoded.text)
-    if whole is not None or decoded.finish == "stop":
-        return whole
-    closed = close_partial(decoded.text, checker.valid) if checker else close_partial(decoded.text)
-    return None if closed is None else read_object(closed)
 
 
 def _status(finish: messages.Finish, sound: bool) -> messages.Status:

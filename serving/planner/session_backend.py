@@ -16,7 +16,6 @@ from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
-from thor_dflash.runtime.grammar.schema import JsonSchema
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
 from thor_dflash.runtime.policies.effort import effort_tokens
@@ -28,13 +27,13 @@ from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncode
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.serving.planner import self_test, startup_checks
+from thor_dflash.serving.planner.answer_rule import FEATURES as PLAN_FORMATS
+from thor_dflash.serving.planner.answer_rule import AnswerRule, rule_of
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
-from thor_dflash.serving.planner.schema_validator import SchemaValidator, read_schema
 from thor_dflash.serving.planner.session_run import SessionRun
-from thor_dflash.serving.planner.skill_schema import with_schema
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
@@ -56,6 +55,7 @@ FEATURES = (
         "reuse",
     ),
     "sampling",
+    *PLAN_FORMATS,
 )
 
 T = TypeVar("T")
@@ -169,16 +169,12 @@ class SessionBackend:
     # --- requests
 
     def prepare(self, ask: wire.PlanRequest, left_ms: float | None, scope: str = "") -> Prepared:
-        ask = with_schema(ask)
         validation.check_values(ask)
         validation.check_forced(ask, allowed=self.config.allow_forced)
         self._check_mode(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
-        given = validation.schema_of(ask)
-        schema = None if given is None else read_schema(given)
-        checker = None if schema is None else SchemaValidator(schema)
-        use = tool_use(ask, self.config.tools)
-        grammar = self._grammar_of(use, schema)
+        rule, use = rule_of(ask), tool_use(ask, self.config.tools)
+        grammar = self._grammar_of(use, rule)
         encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope)
         prompt = encoded.ids
         closing = self._close_len(prompt, budget)
@@ -218,7 +214,7 @@ class SessionBackend:
             max_tokens=max_tokens,
             budget=budget,
             thinks=closing > 0,
-            checker=checker,
+            format=rule.format,
             tools=use.tools if use and use.choice != "none" else (),
             admitted=admitted,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
@@ -251,13 +247,13 @@ class SessionBackend:
             forced=ForcedAnswer(ids, ask.forced_accept),
         )
 
-    def _grammar_of(self, use: ToolUse | None, schema: JsonSchema | None) -> Grammar | None:
+    def _grammar_of(self, use: ToolUse | None, rule: AnswerRule) -> Grammar | None:
         """The grammar of an answer: of its calls, of its text, or of either."""
-        calls = use is not None and use.choice != "none"
+        schema, calls = rule.schema, use is not None and use.choice != "none"
         if use is None or not calls or not (use.constrained or schema is not None):
-            return None if schema is None else self._grammar(schema)
-        if schema is not None and use.choice != "required":
-            self._grammar(schema)  # refuses what cannot be an answer, under its own field
+            return self._grammar(rule)
+        if use.choice != "required":
+            self._grammar(rule)  # refuses what cannot be an answer, under its own field
         return self._compiled("tools", lambda: self.session.call_grammar(use, schema))
 
     def _conversation(
@@ -274,12 +270,18 @@ class SessionBackend:
             text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
-    def _grammar(self, schema: JsonSchema) -> Grammar:
+    def _grammar(self, rule: AnswerRule) -> Grammar | None:
+        """The grammar of an answer without calls."""
+        if rule.lark:
+            return self._compiled(rule.field, lambda: self.session.lark_grammar(rule.lark))
+        if (schema := rule.schema) is None:
+            return None
+
         def work() -> tuple[Grammar, bool]:
             grammar = self.session.grammar(schema)
             return grammar, grammar.takes(self._brace)
 
-        grammar, object_allowed = self._compiled("json_schema", work)
+        grammar, object_allowed = self._compiled(rule.field, work)
         if not object_allowed:
             raise errors.no_object(schema.table)
         return grammar
@@ -389,16 +391,13 @@ class SessionBackend:
         )
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
-        request = with_schema(request)
         out: dict[str, Any] = {"max_context": self.session.model.limit}
         if request.prompt is not None or request.messages is not None:
             messages = validation.messages_of(request.prompt, request.messages)
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True).ids)
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
-            schema = read_schema(request.json_schema)
-            SchemaValidator(schema)
-            grammar = self._grammar(schema)
+        if (grammar := self._grammar(rule_of(request))) is not None:
             out["compile_ms"] = grammar.compile_ms
             out["warnings"] = grammar.warnings
         return out

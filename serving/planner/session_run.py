@@ -40,7 +40,7 @@ class SessionRun:
         self._yield_s = yield_s
         self._phase: messages.Phase = "prefill"
         self._answer = Answer(text, prepared.prompt, prepared.tools)
-        self._writer = ChunkWriter(prepared.ask.stream)
+        self._writer = ChunkWriter(prepared.ask.stream, prepared.format)
         self._tokens: list[int] = []
         self._finish: messages.Finish | None = None
         self._cycles = 0

@@ -1,19 +1,18 @@
-"""From a robot's skills (`tdp.skills.v1`) to the schema of its plans."""
+"""From a robot's skills (`tdp.skills.v1`) to what its plans may hold, and their schema."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec import structs
 
-from thor_dflash.core.errors import PlanError, RequestError
-from thor_dflash.core.message_text import show
-from thor_dflash.serving.planner.plan_schema import Kind, Schema, from_skills
-from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.protocol.codec import convert
-from thor_dflash.serving.protocol.errors import refusal
-from thor_dflash.serving.protocol.skills import Skill, SkillArgument, SkillSet
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.message_text import check_utf8, show
+from thor_dflash.runtime.grammar.schema import MAX_BOUND
+from thor_dflash.serving.planner.plan_schema import Kind, Schema, from_skills, possible
+from thor_dflash.serving.protocol.skills import SkillArgument, SkillSet
 
 FIELDS = {
     "number": {"min", "max", "unit"},
@@ -26,7 +25,30 @@ FIELDS = {
 MAX_ALTERNATIVES = 4096
 """Most skills, over all steps: more would take seconds, and make a schema that is too long."""
 OPTIONAL = {"integer": {"unit"}}
-R = TypeVar("R", messages.PlanRequest, messages.Validate)
+MAX_NAME = 256
+"""Most characters of a name, an id or a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a robot can do now."""
+
+    skills: Mapping[str, Mapping[str, Kind]]
+    """Possible skill -> argument, in the order written -> set of ids, or schema."""
+    ids: Mapping[str, Sequence[str]]
+    max_steps: int
+
+
+def abilities(given: SkillSet) -> Abilities:
+    """Return what these skills make possible.
+
+    Raises:
+        RequestError: as `schema_of`.
+    """
+    if len(given.skills) > MAX_ALTERNATIVES:
+        raise RequestError(f"skills must be <= {MAX_ALTERNATIVES} (got {len(given.skills)})")
+    ids, kinds = ids_of(given), _kinds(given)
+    return Abilities(possible(kinds, ids), ids, given.max_steps)
 
 
 def schema_of(given: SkillSet) -> Schema:
@@ -39,22 +61,47 @@ def schema_of(given: SkillSet) -> Schema:
     if alternatives > MAX_ALTERNATIVES:
         rule = f"skills times max_steps, with numbered true, must be <= {MAX_ALTERNATIVES}"
         raise RequestError(f"{rule} (got {alternatives})")
-    ids = {name: list(values) for name, values in given.ids.items()}
+    kinds, ids = _kinds(given), ids_of(given)
+    return from_skills(kinds, ids, max_steps=given.max_steps, numbered=given.numbered)
+
+
+def ids_of(given: SkillSet) -> dict[str, Sequence[str]]:
+    """Return the sets of ids, with the one of the poses.
+
+    Raises:
+        RequestError: naming the set.
+    """
+    ids: dict[str, Sequence[str]] = {**given.ids}
     if given.poses:
         if "pose" in ids:
             raise RequestError("ids.pose must be left out where there are poses (got both)")
-        ids["pose"] = list(given.poses)
+        ids["pose"] = tuple(given.poses)
     for name, values in ids.items():
+        _check_names(f"ids.{name}", values)
         if len({*values}) < len(values):
-            raise RequestError(f"ids.{name} must have every id once (got {show(values)})")
-    skills: dict[str, dict[str, Kind]] = {
+            raise RequestError(f"ids.{name} must have every id once (got {show(list(values))})")
+    return ids
+
+
+def _kinds(given: SkillSet) -> dict[str, dict[str, Kind]]:
+    _check_names("skills", given.skills)
+    for skill, its in given.skills.items():
+        _check_names(f"skills.{skill}.args", its.args)
+    return {
         skill: {
             name: _kind(f"skills.{skill}.args.{name}", argument)
             for name, argument in its.args.items()
         }
         for skill, its in given.skills.items()
     }
-    return from_skills(skills, ids, max_steps=given.max_steps, numbered=given.numbered)
+
+
+def _check_names(where: str, names: Iterable[str]) -> None:
+    for name in names:
+        check_utf8(where, name)
+        if not 1 <= len(name) <= MAX_NAME or any(c < " " or c == "\x7f" for c in name):
+            rule = f"names of 1 to {MAX_NAME} characters, none of them a control"
+            raise RequestError(f"{where} must have {rule} (got {show(name)})")
 
 
 def _kind(where: str, argument: str | SkillArgument) -> Kind:
@@ -87,14 +134,26 @@ def _number(where: str, argument: SkillArgument) -> Schema:
     low, high = argument.min, argument.max
     assert low is not None, "a field that it needs"
     assert high is not None, "a field that it needs"
-    if low > high:
-        raise RequestError(f"{where} must have min <= max (got {low:g} and {high:g})")
+    check_range(where, low, high, MAX_BOUND[int if argument.type == "integer" else float])
     if argument.type == "integer":
         if low % 1 or high % 1:
             raise RequestError(f"{where} must have whole min and max (got {low:g} and {high:g})")
         low, high = int(low), int(high)
     unit = {"description": argument.unit} if argument.unit else {}
     return {"type": argument.type, "minimum": low, "maximum": high, **unit}
+
+
+def check_range(where: str, low: float, high: float, most: int = MAX_BOUND[float]) -> None:
+    """Refuse what is no range, or one that the compiler of grammars would change.
+
+    Raises:
+        RequestError: naming `where`.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise RequestError(f"{where} must have a finite range (got {low:g} and {high:g})")
+    if not -most <= low <= high <= most:
+        rule = f"min <= max, both within {most}"
+        raise RequestError(f"{where} must have {rule} (got {low:g} and {high:g})")
 
 
 def _text(where: str, argument: SkillArgument) -> Schema:
@@ -104,44 +163,5 @@ def _text(where: str, argument: SkillArgument) -> Schema:
 def _choice(where: str, argument: SkillArgument) -> Schema:
     if not argument.values:
         raise RequestError(f"{where} must have values (got none)")
+    _check_names(f"{where}.values", argument.values)
     return {"enum": list(argument.values)}
-
-
-def read(table: Mapping[str, Any]) -> SkillSet:
-    """Return the skills in a table, as a file has it.
-
-    Raises:
-        RequestError: naming the field.
-    """
-    where = ""
-    try:
-        for skill, its in _items(table.get("skills")):
-            for name, argument in _items(dict(_items(its)).get("args")):
-                where = f"skills.{skill}.args.{name}."  # msgspec names no keys of a table
-                if isinstance(argument, dict):
-                    convert(cast("dict[str, Any]", argument), SkillArgument)
-            where = f"skills.{skill}."
-            convert(dict(_items(its)), Skill)
-        where = ""
-        return convert(dict(table), SkillSet)
-    except PlanError as e:
-        raise RequestError(where + e.message) from e
-
-
-def _items(value: object) -> Iterable[tuple[str, Any]]:
-    """The items of a table; none of anything else, which the types refuse afterwards."""
-    return cast("dict[str, Any]", value).items() if isinstance(value, dict) else ()
-
-
-def with_schema(request: R) -> R:
-    """Return a request with the schema of its skills in their place.
-
-    Raises:
-        PlanError: bad_request, naming the field.
-    """
-    if request.skills is None:
-        return request
-    try:
-        return structs.replace(request, skills=None, json_schema=schema_of(request.skills))
-    except RequestError as e:
-        raise PlanError("bad_request", refusal(e), field="skills") from e

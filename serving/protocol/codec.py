@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.core.message_text import nearest, show
-from thor_dflash.core.strict_records import WORDS
+from thor_dflash.core.message_text import nearest, show, visible
+from thor_dflash.core.strict_records import WORDS, as_list, as_table
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
 
@@ -304,6 +304,10 @@ def _explain(
     what, _, where = str(error).partition(" - at `")
     key = where.startswith("key` in `")
     path = where.rstrip("`").removeprefix("key` in `").lstrip("$.")
+    keyed = "[...]" in path and path[0] != "["
+    hint, value = kind, None
+    if keyed:
+        path, hint, value = _with_keys(path, kind, source(path.partition(".")[0]))
     if unknown := re.search(r"unknown field `(.*)`", what, re.DOTALL):
         name = ".".join(part for part in (path, unknown[1][:NAME]) if part)
         like = "" if path else _like(name, kind)
@@ -311,10 +315,12 @@ def _explain(
     if missing := re.search(r"required field `(.*)`", what):
         name = ".".join(part for part in (path, missing[1]) if part)
         return bad_request(f"{name} must be present (got nothing)", name)
-    words = _words(kind, path)
+    words = _words(hint if keyed else _hint(kind, path))
     rule, got = (words, "another") if words else _rule(what)
     if key:
         rule = f"an object whose every key is {rule}"
+    elif keyed:
+        got = shown(value)
     elif path and "[...]" not in path and "range" not in got:
         name = path.partition(".")[0].partition("[")[0]
         got = _at(table, path) if name in (table := source(name)) else ""
@@ -344,11 +350,16 @@ def _rule(what: str) -> tuple[str, str]:
     return rule, got
 
 
-def _words(kind: type, path: str) -> str:
-    """Return the words that the field at `path` may be; "" if it is no choice of words."""
+def _hint(kind: type, path: str) -> Any:
+    """Return the type of the field at `path`; None if it has none."""
     hint: Any = kind
     for name in re.findall(r"[^.\[\]]+", path):
         hint = _inner(hint, name)
+    return hint
+
+
+def _words(hint: Any) -> str:
+    """Return the words that a field of this type may be; "" if it is no choice of words."""
     kinds = [part for part in _parts(hint) if get_origin(part) is Literal]
     words = [str(word) for part in kinds for word in get_args(part)]
     if words and bool in _parts(hint):  # no field takes true beside words
@@ -356,9 +367,35 @@ def _words(kind: type, path: str) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+def _with_keys(path: str, kind: Any, value: Any) -> tuple[str, Any, Any]:
+    """Return a path with the keys of tables, which msgspec writes as [...]: of the values of a
+    table, the first that is not of their type is at fault. And the type and value of its end.
+    """
+    named, hint = "", kind
+    for part in re.findall(r"\[\.\.\.\]|\[\d+\]|[^.\[\]]+", path):
+        hint, key = _inner(hint, part), part
+        table = as_table(value) or {}
+        if part == "[...]":
+            key = next((k for k, item in table.items() if not _converts(item, hint)), part)
+        row = part[1:-1].isdecimal() and as_list(value)
+        value = row[int(part[1:-1])] if row else table.get(key)
+        named += part if key == part and part[0] == "[" else f".{visible(key[:NAME])}"
+    return named[1:], hint, value
+
+
+def _converts(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 def _inner(hint: Any, name: str) -> Any:
     """Return the type of a field, or of an item if `name` is an index; None if it has none."""
     for part in _parts(hint):
+        if get_origin(part) is dict:
+            return get_args(part)[1]
         if isinstance(part, type) and issubclass(part, Struct):
             return next((f.type for f in structs.fields(part) if f.encode_name == name), None)
         if get_origin(part) is tuple:

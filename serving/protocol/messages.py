@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, field
 
 from thor_dflash.core.errors import Code
 from thor_dflash.core.results import Speculation, Timings, Usage
-from thor_dflash.serving.protocol.skills import SkillSet
+from thor_dflash.serving.protocol.skills import PlanFormatName, SkillSet
 
 VERSION = 1
 PORT = 5571
@@ -88,7 +88,9 @@ class PlanRequest(_Request, frozen=True):
     json_schema: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     skills: SkillSet | None = None
-    """The robot's skills, of which the server makes the schema."""
+    """The robot's skills, of which the server makes what the answer obeys."""
+    plan_format: PlanFormatName = "json_steps"
+    """What the answer is; any but the first needs `skills`."""
     tools: tuple[dict[str, Any], ...] | None = None
     """OpenAI's objects, in the order and with the keys that the prompt is to have."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -149,6 +151,7 @@ class Validate(_Request, frozen=True):
     messages: tuple[Message, ...] | None = None
     json_schema: dict[str, Any] | None = None
     skills: SkillSet | None = None
+    plan_format: PlanFormatName = "json_steps"
 
 
 class PrefixPut(_Request, frozen=True):

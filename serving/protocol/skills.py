@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 SKILLS = "tdp.skills.v1"
+PlanFormatName = Literal["json_steps", "bt_cpp_xml", "pddl_plan", "nav2_waypoints"]
+"""What an answer is: `tdp.plan.v1`, a tree of BehaviorTree.CPP 4, lines of PDDL, or waypoints."""
 Chars = Annotated[int, Meta(ge=1, le=4096)]
 
 
@@ -32,6 +34,16 @@ class Skill(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     args: dict[str, str | SkillArgument] = {}
 
 
+class Area(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where waypoints may lie that are no poses: least and most of each coordinate."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    yaw: tuple[float, float] = (-3.14, 3.14)
+    """Radians."""
+    frame: str = "map"
+
+
 class SkillSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a robot can do, and with what."""
 
@@ -42,5 +54,7 @@ class SkillSet(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     poses: dict[str, dict[str, Any]] = {}
     """Id of a pose -> what the executor knows of it. Its ids are the set `pose`."""
     max_steps: Annotated[int, Meta(ge=1, le=64)] = 24
+    area: Area | None = None
+    """None: a waypoint is one of the poses."""
     numbered: bool = True
     """Whether the grammar counts the steps, which makes the schema longer."""

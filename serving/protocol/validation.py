@@ -47,15 +47,26 @@ def check(request: wire.PlanRequest) -> None:
     if effort is not None and "reasoning_effort" in (request.chat_template_kwargs or {}):
         rule = "be left out where chat_template_kwargs has one"
         raise bad_request(f"reasoning_effort must {rule} (got {effort})", "reasoning_effort")
-    _check_one_schema(request)
+    check_answer(request)
+    if request.tools and request.plan_format != "json_steps":
+        text = f"plan_format must be json_steps where there are tools (got {request.plan_format})"
+        raise bad_request(text, "plan_format")
 
 
-def _check_one_schema(request: wire.PlanRequest | wire.Validate) -> None:
+def check_answer(request: wire.PlanRequest | wire.Validate) -> None:
+    """Refuse a request that says in two ways what its answer is to be.
+
+    Raises:
+        PlanError: naming the field.
+    """
     names = ("json_schema", "response_format", "skills")
     given = [name for name in names if getattr(request, name, None) is not None]
     if len(given) > 1:
         text = f"{given[1]} must be left out where {given[0]} is given (got both)"
         raise bad_request(text, given[1])
+    if request.plan_format != "json_steps" and request.skills is None:
+        text = f"plan_format must be json_steps without skills (got {request.plan_format})"
+        raise bad_request(text, "plan_format")
 
 
 def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:

@@ -196,6 +196,7 @@ class RequestHandlers:
     def _validate(self, peer: Peer, request: messages.Validate) -> None:
         self._lifecycle.open()
         validation.check_prompt(request)
+        validation.check_answer(request)
         self._actions.check(self._pending.add(peer, request))
 
     def _prefix_drop(self, peer: Peer, request: messages.PrefixDrop) -> None:

@@ -68,6 +68,8 @@ def _settings(sub: Arguments, *keys: str) -> None:
 PACKAGE = ("--package PKG", "package directory, made by thor-dflash build")
 MESSAGES = ("--messages FILE.json", 'a chat: a JSON list of {"role": ..., "content": ...}')
 TOKENS = ("--tokens FILE.json", "a JSON list of token ids")
+PLAN_FORMATS = ("json_steps", "bt_cpp_xml", "pddl_plan", "nav2_waypoints")
+"""Those of the protocol, whose import would make --help slow."""
 SOURCES = "- reads standard input, @FILE a file"
 REPORT = ("--json", "print the report as JSON")
 
@@ -283,7 +285,11 @@ def plan(sub: argparse.ArgumentParser) -> None:
     )
     _add(source, *MESSAGES)
     _server(sub)
-    _add(sub, "--schema FILE.json", "JSON schema that the plan must obey")
+    rule = sub.add_mutually_exclusive_group()
+    _add(rule, "--schema FILE.json", "JSON schema that the plan must obey")
+    _add(rule, "--skills FILE", "the robot's skills, of which the server makes what the plan must "
+         "obey: a .yaml, .toml or .json file")  # fmt: skip
+    _plan_format(sub)
     _add(sub, "--thinking", "auto: if the deadline leaves time (default: the server's)",
          choices=("on", "off", "auto"))  # fmt: skip
     _add(sub, "--max-tokens N", "longest plan, thinking not counted (default: the server's)")
@@ -342,6 +348,12 @@ def schema(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "skills", type=path, metavar="SKILLS", help="a .yaml, .toml or .json file (tdp.skills.v1)"
     )
+    _plan_format(sub)
+
+
+def _plan_format(sub: argparse.ArgumentParser) -> None:
+    _add(sub, "--plan-format NAME", "what a plan is (default json_steps, tdp.plan.v1)",
+         choices=PLAN_FORMATS, default="json_steps")  # fmt: skip
 
 
 def gateway(sub: argparse.ArgumentParser) -> None:

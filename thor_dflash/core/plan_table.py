@@ -40,7 +40,11 @@ def plan_panel(plan: object, text: str, state: str, colour: str) -> Panel:
 
 
 def _contents(plan: Any) -> list[Any]:
-    """Return goal, steps and question. A malformed plan raises KeyError, TypeError etc."""
+    """Return goal, steps and question, or steps and the text of another format. A malformed plan
+    raises KeyError, TypeError etc.
+    """
+    if "body" in plan:
+        return [_steps(plan["steps"]), _text(plan["body"].removesuffix("\n"), "dim")]
     steps, question = _steps(plan["steps"]), plan["needs_clarification"]
     goal = _text(f"goal: {plan['goal']}", "bold")
     asks = [_text(f"asks: {question}", "yellow")] if question else []

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from support.constrained_model import PLAN, SMALL, asked, constrained, session, text
 from support.loop_models import DEAD, drafts, erring, hostile, oracle
+from support.plan_formats import skills
 
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
@@ -24,7 +25,10 @@ from thor_dflash.runtime.grammar.policy import Constrain, Place, Walk, leads
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.policies.thinking_budget import ThinkingBudget
 from thor_dflash.runtime.session import Request
+from thor_dflash.serving.planner.answer_rule import rule_of
 from thor_dflash.serving.planner.schema_validator import SchemaValidator
+from thor_dflash.serving.protocol.messages import PlanRequest
+from thor_dflash.serving.protocol.skills import PlanFormatName
 
 SCHEMAS = {"plan": PLAN, "small": SMALL}
 every_schema = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
@@ -135,6 +139,19 @@ def test_any_request_and_any_drafter_after_thinking(
     got = constrained(request, proposer, made, thinking=True, force=force, policies=(ends,))
     assert got == truth
     assert text().end_think in truth[: close + 1]
+
+
+@pytest.mark.parametrize("name", ["bt_cpp_xml", "pddl_plan"])
+def test_a_plan_of_another_format_is_the_same_with_any_drafter(name: PlanFormatName) -> None:
+    rule = rule_of(PlanRequest(prompt="x", skills=skills(name), plan_format=name))
+    made, request = session().lark_grammar(rule.lark), asked(False)
+    truth = constrained(request, NoDrafter(), made, force=False)
+    assert session().report().finish == "stop"
+    assert rule.format.read(text().decode(truth), whole=True)[1]
+    for kind in ("hostile", "oracle", "real"):
+        assert constrained(request, drafter(kind, truth, 5), made) == truth, kind
+    spec = session().report().spec
+    assert spec.forced > 0.3 * len(truth)  # what the grammar leaves no choice for is free
 
 
 @every_schema

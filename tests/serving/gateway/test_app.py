@@ -59,11 +59,17 @@ def test_a_schema_and_what_is_refused(house: Any) -> None:
         schema = {"type": "object", "required": ["goal"]}
         wrapped = {"type": "json_schema", "json_schema": {"name": "plan", "schema": schema}}
         assert ask(response_format=wrapped).thor_dflash["plan_valid"] is True
+        skills = {"format": "tdp.skills.v1", "skills": {"wait": {}}}
+        tree = ask(extra_body={"skills": skills, "plan_format": "bt_cpp_xml"})
+        assert tree.choices[0].message.content == tree.thor_dflash["plan"]["body"]
+        assert "<Wait/>" in tree.thor_dflash["plan"]["body"]
         wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
         for fields, name in (
             ({"extra_body": {"prefix_id": "none"}}, "prefix_id"),
             ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
             ({"response_format": wrong}, "response_format.json_schema.schema"),
+            ({"extra_body": {"skills": {**skills, "ids": {"o": 1}}}}, "skills.ids.o"),
+            ({"extra_body": {"plan_format": "bt_cpp_xml"}}, "plan_format"),
         ):
             with pytest.raises(BadRequestError) as caught:
                 ask(**fields)

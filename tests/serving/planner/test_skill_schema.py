@@ -11,10 +11,12 @@ import pytest
 from support.serving_fixtures import House
 
 from thor_dflash.cli import main
-from thor_dflash.core.errors import RequestError
+from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.runtime.grammar.schema import read as read_grammar
 from thor_dflash.serving.planner.plan_schema import from_skills
-from thor_dflash.serving.planner.skill_schema import read, schema_of
+from thor_dflash.serving.planner.skill_schema import schema_of
+from thor_dflash.serving.protocol.codec import convert
+from thor_dflash.serving.protocol.skills import SkillSet
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs/examples/skills.yaml"
@@ -33,6 +35,10 @@ SKILLS: dict[str, Any] = {
         "open": {"args": {"what": "nothing"}},
     },
 }  # fmt: skip
+
+
+def read(table: dict[str, Any]) -> SkillSet:
+    return convert(table, SkillSet)
 
 
 def plan(skill: str, **args: Any) -> dict[str, Any]:
@@ -87,7 +93,9 @@ def test_sets_of_ids_alone_make_the_schema_of_from_skills() -> None:
 )
 def test_a_wrong_argument_is_named(where: str, argument: Any) -> None:
     table = {**SKILLS, "skills": {"turn": {"args": {"n": argument}}}}
-    with pytest.raises(RequestError, match=r"^skills\.turn\.(args\.)?n\b.* must") as caught:
+    with pytest.raises(
+        (RequestError, PlanError), match=r"^skills\.turn\.(args\.)?n\b.* must"
+    ) as caught:
         schema_of(read(table))
     assert where in str(caught.value)
 

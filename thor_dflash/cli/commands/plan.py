@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from thor_dflash.cli import exit_status, plan_server
 from thor_dflash.cli.commands.generate import Printer
 from thor_dflash.cli.input_files import read_chat, read_prompt, read_schema
+from thor_dflash.cli.skill_file import read_skills
 from thor_dflash.config.tree import Config
 from thor_dflash.core.message_text import visible
 from thor_dflash.core.plan_table import TableConsole, plan_panel
@@ -44,7 +45,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     if args.json:
         print(json.dumps(_table(result)))
     else:
-        _print(result, status)
+        _print(result, status, in_json=args.plan_format == "json_steps")
     print_line(sys.stderr, _summary(result, status))
     return status
 
@@ -56,12 +57,14 @@ def _request(args: Namespace) -> PlanRequest:
     given: dict[str, Any] = {"stream": "all"}
     for name in (
         *("thinking", "max_tokens", "deadline_ms", "session", "prefix_id"),
-        *("temperature", "top_p", "top_k", "min_p", "seed", "acceptance"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "acceptance", "plan_format"),
     ):
         if (value := vars(args)[name]) is not None:
             given[name] = value
     if args.schema is not None:
         given["json_schema"] = read_schema(args.schema)
+    if args.skills is not None:
+        given["skills"] = read_skills(args.skills)
     if args.messages is not None:
         given["messages"] = read_chat(args.messages)
     if args.prompt is not None:
@@ -143,7 +146,7 @@ def _status(result: Result) -> int:
     return exit_status.OK if result.status == "ok" else exit_status.PARTIAL
 
 
-def _print(result: Result, status: int) -> None:
+def _print(result: Result, status: int, *, in_json: bool) -> None:
     """Print the plan to stdout. One that is not valid goes to stderr: what reads a pipe does not
     see the exit status, and could act on it.
     """
@@ -154,7 +157,8 @@ def _print(result: Result, status: int) -> None:
         text = json.dumps(result.plan, indent=2, ensure_ascii=False)
         TableConsole(sys.stdout).print(plan_panel(result.plan, text, *STATES[status]))
     else:
-        print(json.dumps(result.plan))
+        plan = result.plan
+        print(json.dumps(plan) if in_json else str(plan["body"]).removesuffix("\n"))
 
 
 def _table(result: Result) -> Any:

@@ -1,83 +1,38 @@
-"""`thor-dflash schema`: the JSON schema of the plans over a robot's skills."""
-
-# PyYAML's types say little.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+"""`thor-dflash schema`: what the plans over a robot's skills obey, as JSON schema or grammar."""
 
 from __future__ import annotations
 
 import json
-import re
-import tomllib
 from argparse import Namespace
-from pathlib import Path
-from typing import Any, cast
 
-from thor_dflash.cli.input_files import read_schema
+from thor_dflash.cli.skill_file import read_skills
 from thor_dflash.config.tree import Config
-from thor_dflash.core.errors import RequestError
+from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.extras import extra
-from thor_dflash.core.message_text import show
 from thor_dflash.core.progress import Progress
-from thor_dflash.core.strict_records import read_text
-
-BOOL = "tag:yaml.org,2002:bool"
+from thor_dflash.serving.protocol.messages import PlanRequest
+from thor_dflash.serving.protocol.skills import SkillSet
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
-    """Read the skills and print the schema."""
-    from thor_dflash.serving.planner import skill_schema
-
-    table = _table(args.skills)
+    """Read the skills and print the schema or, of a format that is no JSON, the grammar."""
+    skills = read_skills(args.skills)
     try:
-        schema = skill_schema.schema_of(skill_schema.read(table))
+        print(_schema(skills) if args.plan_format == "json_steps" else _grammar(args, skills))
     except RequestError as e:
         raise RequestError(f"{args.skills}: {e}") from e
-    print(json.dumps(schema, ensure_ascii=False))
+    except PlanError as e:
+        raise RequestError(f"{args.skills}: {e.message.removeprefix('skills.')}") from e
 
 
-def _table(path: Path) -> dict[str, Any]:
-    """The table in a file of TOML, YAML or JSON, by its name.
+def _schema(skills: SkillSet) -> str:
+    from thor_dflash.serving.planner.skill_schema import schema_of
 
-    Raises:
-        RequestError: it cannot be read.
-    """
-    if path.suffix == ".json":
-        return read_schema(path)
-    try:
-        text = read_text(path)
-        value: object = tomllib.loads(text) if path.suffix == ".toml" else _yaml(path, text)
-    except OSError as e:
-        raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
-    except ValueError as e:
-        raise RequestError(f"{path} must be TOML in UTF-8 (got: {e})") from e
-    if not isinstance(value, dict):
-        raise RequestError(f"{path} must hold a table (got {show(value)})")
-    return cast("dict[str, Any]", value)
+    return json.dumps(schema_of(skills), ensure_ascii=False)
 
 
-def _yaml(path: Path, text: str) -> object:
-    if path.suffix not in (".yaml", ".yml"):
-        raise RequestError(f"{path} must be a .yaml, .toml or .json file (got {path.suffix!r})")
-    with extra("yaml"):
-        import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML 1.2's booleans, so that an argument may be called `on`; every key once."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-            if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-                mark = node.start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} twice", mark)
-            return cast("dict[Any, Any]", super().construct_mapping(node, deep))
-
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, rule) for tag, rule in rules if tag != BOOL]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver(BOOL, re.compile("^(?:true|false)$"), ["t", "f"])
-    try:
-        return cast("object", yaml.load(text, Loader))
-    except yaml.YAMLError as e:
-        raise RequestError(f"{path} must be YAML (got: {' '.join(str(e).split())})") from e
+def _grammar(args: Namespace, skills: SkillSet) -> str:
+    with extra("serve"):
+        from thor_dflash.serving.planner.answer_rule import rule_of
+    rule = rule_of(PlanRequest(skills=skills, plan_format=args.plan_format))
+    return rule.lark or json.dumps(rule.schema.table if rule.schema else {}, ensure_ascii=False)
