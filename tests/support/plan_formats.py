@@ -37,7 +37,7 @@ ROBOT: dict[str, Any] = {
 DOMAIN: dict[str, Any] = {
     "format": "tdp.skills.v1",
     "max_steps": 4,
-    "ids": {"object": ["cup", "mug_red"], "place": ["table", "shelf-2"]},
+    "ids": {"object": ["cup", "mug_red"], "place": ["table", "table-2"]},
     "skills": {
         "pick": {"args": {"object": "object"}},
         "place": {"args": {"object": "object", "on": "place"}},

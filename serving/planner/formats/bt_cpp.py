@@ -69,7 +69,7 @@ class BehaviorTreeXml(TextPlanFormat):
             for name, kind in args.items():
                 where = f"skills.{skill}.args.{name}"
                 if not _NAME.fullmatch(name) or name in RESERVED_PORTS:
-                    rule = "be a name of a port: letters, digits and _, and not name or ID"
+                    rule = "be a name of a port, [A-Za-z][A-Za-z0-9_]*, and not name or ID"
                     raise _wrong(where, rule, name)
                 for word in schema_of(kind, able).get("enum", ()):
                     if _FORBIDDEN.search(word):
@@ -177,7 +177,7 @@ def node_name(skill: str) -> str:
     """
     node = "".join(part[:1].upper() + part[1:] for part in re.split("[_-]", skill))
     if not _NAME.fullmatch(node) or node in RESERVED:
-        rule = "be letters, digits, _ and -, and no node of BehaviorTree.CPP itself"
+        rule = "be a name of a node, [A-Za-z][A-Za-z0-9_-]*, and none of BehaviorTree.CPP's own"
         raise _wrong(f"skills.{skill}", rule, node)
     return node
 

@@ -92,5 +92,5 @@ class PddlPlan(TextPlanFormat):
 
 def _check_name(where: str, name: str) -> None:
     if not _NAME.fullmatch(name):
-        rule = "be named in lower-case letters, digits, _ and -, beginning with a letter"
+        rule = "be a name of PDDL in lower case, [a-z][a-z0-9_-]*"
         raise RequestError(f"{where} must {rule}, for plan_format pddl_plan (got {show(name)})")

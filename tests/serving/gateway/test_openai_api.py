@@ -70,7 +70,7 @@ def fault(**fields: Any) -> str | None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tools": [1]}, "tools[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
         ({"max_token": 5}, "max_token"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
