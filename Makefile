@@ -30,7 +30,8 @@ EXTRAS ?= build,ort,cuda,serve,http,dev,trt-test
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 # pyright would ask the network whether there is a newer pyright.
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
-PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+# Both workers and every process that a test starts read the compiled modules that one wrote.
+PYTEST := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile

@@ -6,6 +6,7 @@ Apart from those sizes they are small, because the emulator runs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -25,7 +26,7 @@ from support.op_cases import (
 from support.verify_attention_cases import alone, between_numbers, strongest_last
 
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import LINEAR
+from thor_dflash.plugins import LINEAR, OPS
 from thor_dflash.plugins.contract import Attribute, Op
 from thor_dflash.plugins.launch import CallSite
 from thor_dflash.plugins.linear.reference import reference
@@ -63,13 +64,19 @@ def call_site(op: Op, case: OpCase) -> CallSite:
     return packed(site_of(op, case.attributes, inputs), {})[0]
 
 
-def taken_of(op: Op) -> Iterator[tuple[str, CallSite]]:
+def taken_of(op: Op) -> Iterable[tuple[str, CallSite]]:
     """Name and site of every case that the kernels do not refuse."""
+    return _taken(op.name).items()
+
+
+@cache
+def _taken(operator: str) -> Mapping[str, CallSite]:
+    op = next(op for op in OPS if op.name == operator)
+    found = {}
     for name, case in cases_of(op).items():
-        try:
-            yield name, call_site(op, case)
-        except Refused:
-            continue
+        with suppress(Refused):
+            found[name] = call_site(op, case)
+    return found
 
 
 QUICK = """
