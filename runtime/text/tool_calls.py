@@ -155,7 +155,7 @@ class ToolCallParser:
         self.notes: list[str] = []
         """Values that do not fit their schema and were taken as strings; broken calls."""
         self.cut: int | None = None
-        """Index of a call of which pieces were sent but that never ended."""
+        """Index of the last call of which pieces were sent but that never ended; `notes` name all."""
 
     def feed(self, token: int) -> Iterator[str | CallPiece]:
         """The text and the parts of calls that a committed id completes."""
@@ -202,7 +202,8 @@ class ToolCallParser:
             self.notes.append(f"call {body.index} ends before its function does and is left out")
         if body.name:
             self._begun += 1
-            self.cut = None if body.complete else body.index
+            if not body.complete:
+                self.cut = body.index
 
 
 class _Body:

@@ -240,7 +240,7 @@ class Result(Struct, frozen=True, kw_only=True):
     tool_calls: tuple[CallResult, ...] | None = None
     """The complete calls; None if there are none."""
     cut_call: int | None = None
-    """Index of a call of which chunks were sent but that never ended."""
+    """Index of the last call of which chunks were sent but that never ended."""
     notes: tuple[str, ...] = ()
     """What was taken otherwise than it was written, such as an argument of a wrong type."""
     tokens: tuple[int, ...] | None = None

@@ -156,13 +156,16 @@ def test_a_missing_line_break_before_the_end_tag_swallows_nothing() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 57))
 def test_a_call_that_is_cut_is_left_out(cut: int) -> None:
-    whole = call(("label", "abc"))
+    whole, other = call(("label", "abc")), parser()
+    sent = [piece for token in whole[:cut] for piece in other.feed(token)]
     for tokens in (whole[:cut], [*whole[:cut], OPEN, *call(name="stop")[1:]]):
         p = parser()
         text, calls = run(tokens, p)
         assert text == ""
         assert [name for name, _ in calls] == ["stop"] * (tokens != whole[:cut]) or cut > 53
         assert len(p.notes) == 1 or cut > 53
+        left_out = "move" not in (name for name, _ in calls)
+        assert p.cut == (0 if sent and left_out else None), "also when a whole call follows"
 
 
 def test_a_string_is_passed_on_while_it_is_written() -> None:
