@@ -10,24 +10,47 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 Digest = bytes
+ID_BYTES = array("i").itemsize
 
 
-def chunk_digests(tokens: Sequence[int], chunk: int, scope: str) -> tuple[Digest, ...]:
-    """The digests of the whole chunks of a prompt. Prompts of different scopes have none in common.
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """A prompt as digests of its whole chunks, without its last token."""
+
+    chunks: tuple[Digest, ...]
+    ids: bytes
+    """All its tokens, 32 bits each."""
+
+    def common(self, other: bytes) -> int:
+        """The first tokens that another prompt begins with, too."""
+        least, most = 0, min(len(self.ids), len(other)) // ID_BYTES
+        while least < most:
+            middle = (least + most + 1) // 2
+            part = slice(least * ID_BYTES, middle * ID_BYTES)
+            if self.ids[part] == other[part]:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+
+def hashed(tokens: Sequence[int], chunk: int, scope: str) -> HashedPrompt:
+    """Hash a prompt. Prompts of different scopes have no chunk in common.
 
     256 bits of BLAKE2b: two prompts with the same digest cannot be made, not even on purpose.
     """
-    whole = len(tokens) // chunk * chunk
-    ids = memoryview(array("q", tokens[:whole]))
+    ids = array("i", tokens).tobytes()
+    whole, step = (len(tokens) - 1) // chunk, chunk * ID_BYTES
     found: list[Digest] = []
     last = blake2b(f"{chunk} {scope}".encode(), digest_size=32).digest()
-    for start in range(0, whole, chunk):
-        last = blake2b(last + ids[start : start + chunk], digest_size=32).digest()
+    for start in range(0, whole * step, step):
+        last = blake2b(last + ids[start : start + step], digest_size=32).digest()
         found.append(last)
-    return tuple(found)
+    return HashedPrompt(tuple(found), ids)
 
 
 class KVLog:

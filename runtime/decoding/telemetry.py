@@ -61,11 +61,15 @@ class ReuseReport:
     """What it continued from: a pinned prefix, a boundary, or nothing."""
     held: int = 0
     """Prompt tokens that were not read."""
-    why: Literal["", "off", "first", "diverged", "evicted"] = "off"
+    reread: int = 0
+    """Tokens that were read although a kept earlier prompt begins with them, too."""
+    diverged_at: int = 0
+    """Tokens that the prompt has in common with the kept earlier prompt that is most like it."""
+    why: Literal["", "off", "first", "diverged", "evicted", "too_short"] = "off"
     """Why nothing was reused: reuse is off, no conversation is kept, none begins like the prompt,
-    or the one that did was evicted."""
+    the one that did was evicted, or the prompt has no whole chunk."""
     swap_ms: float = 0.0
-    """Time of enqueuing copies before the first prefill step, ms."""
+    """Time that this thread spent on copies of states, ms. A GPU makes them meanwhile."""
 
 
 NO_REUSE = ReuseReport()

@@ -34,7 +34,7 @@ from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
-from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation
+from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation, Lease
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
 
@@ -123,6 +123,8 @@ class Admitted:
     """Whether the prompt ends inside a thinking block."""
     conversation: Conversation = NO_CONVERSATION
     forced: ForcedAnswer | None = None
+    lease: Lease | None = None
+    """Keeps the boundary that it will continue from while it waits."""
 
     def with_budget(self, tokens: int) -> Admitted:
         """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""

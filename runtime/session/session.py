@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import EngineError, OutOfMemory, PackageError, RequestError
@@ -18,7 +18,7 @@ from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
 from thor_dflash.runtime.decoding.loop import DecodeRequest, TokenChunk, decode
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import Proposer
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
@@ -35,7 +35,7 @@ from thor_dflash.runtime.session.admission import (
     resolve_sampling,
 )
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
-from thor_dflash.runtime.session.turn_cache import TurnCache, TurnStart
+from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
@@ -112,12 +112,14 @@ class Session:
         return self._grammars
 
     def admit(self, request: Request) -> Admitted:
-        """Check a request and resolve its options, without starting it. Thread-safe.
+        """Check a request and resolve its options, without starting it. The boundary that it would
+        continue from stays until it begins, or until what this returns is gone. Thread-safe.
 
         Raises:
             RequestError: it does not fit this session.
         """
-        return self._admission.admit(request)
+        admitted = self._admission.admit(request)
+        return replace(admitted, lease=self.turns.lease(request.prompt, request.conversation.scope))
 
     def held(self, prompt: Sequence[int], scope: str = "") -> int:
         """Tokens of a prompt that a request of this scope would not read now. Thread-safe."""
@@ -134,6 +136,47 @@ class Session:
         """
         admitted = self.admit(request) if isinstance(request, Request) else request
         return self._answer(admitted, admitted.policies())
+
+    def read_ahead(
+        self,
+        prompt: tuple[int, ...],
+        conversation: Conversation,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Prefill a prompt up to its boundary "prompt", as far as whole chunks go, and keep the
+        state there, for a later request that begins alike. Like a request it ends the one under
+        way; `stopped` is called before each step. Returns the tokens read.
+        """
+        model, chunk = self.model, self.model.chunk
+        last = max((at for at, kind in conversation.boundaries if kind == "prompt"), default=0)
+        end = min(last, len(prompt) - 1) // chunk * chunk
+        prompt = prompt[: end + 1]
+        if not model.reuse or self.held(prompt, conversation.scope) >= end or stopped():
+            return 0
+        silent, prefix = replace(conversation, boundaries=()), self.prefixes.use(prompt)
+        start = TurnStart(self.turns, prompt, end + model.block, silent, prefix, ahead=True)
+        request = DecodeRequest(
+            prompt=prompt,
+            max_tokens=1,
+            max_answer=1,
+            stop=(),
+            proposer=DflashDrafter() if self.manifest.drafter else NoDrafter(),
+            policies=(),
+            start=start,
+        )
+        meter = RequestMeter(model.block, {})
+        steps = cast("Generator[TokenChunk]", decode(model, request, DecodeProgress(prompt), meter))
+        done = 0
+        with closing(steps):
+            for step in steps:
+                done = step.prompt_done
+                if done >= end or stopped():
+                    break
+        with model.alone:
+            start.keep(done // chunk, "prompt")
+        read = max(0, done - start.report.held)
+        self.turns.totals.ahead += read
+        return read
 
     def run(
         self, request: Request, proposer: Proposer, policies: tuple[Policy, ...] = ()
@@ -160,7 +203,9 @@ class Session:
         rows = len(admitted.prompt) + admitted.max_tokens + max(model.block, model.chunk)
         # Now, not at the first step: the prefix stays reachable if it is dropped meanwhile.
         prefix = self.prefixes.use(admitted.prompt)
-        start = TurnStart(self.turns, admitted.prompt, rows, admitted.conversation, prefix)
+        start = TurnStart(
+            self.turns, admitted.prompt, rows, admitted.conversation, prefix, admitted.lease
+        )
         request = DecodeRequest(
             prompt=admitted.prompt,
             max_tokens=admitted.max_tokens,

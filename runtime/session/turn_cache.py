@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from thor_dflash.runtime.decoding.kv_log import Digest, chunk_digests
+from thor_dflash.runtime.decoding.kv_log import Digest, HashedPrompt, hashed
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
 from thor_dflash.runtime.engines.protocol import Tensor, TensorRows
-from thor_dflash.runtime.session.prefix_cache import cached_length
 from thor_dflash.runtime.text.prompt_segments import Boundary
 
-KEPT = {"system": 1, "user": 1, "prompt": 2}
+KEPT: Mapping[Boundary, int] = {"system": 1, "user": 1, "prompt": 2}
 """Boundaries of a kind that are kept along one conversation, the newest ones."""
 
 
@@ -56,6 +56,26 @@ class _Kept:
     session: str
     """Scope and name of the conversation; empty for the end of a system turn, which many share."""
     pages: tuple[int, ...]
+    scope: str
+    ids: bytes
+    """The whole prompt that it was kept from, as HashedPrompt."""
+    used: float
+    """When a request was last at it or past it, s."""
+    ended: bool = False
+    """Its conversation has ended: it is not found any more, and the decoding thread releases it."""
+
+
+NOTHING_HASHED = HashedPrompt((), b"")
+
+
+class Lease:
+    """A promise that a boundary stays until the request that was admitted with it begins. It ends
+    with its last reference, so that no request that leaves the queue can forget to end it."""
+
+    __slots__ = ("__weakref__", "digest")
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
 
 
 @dataclass(slots=True)
@@ -66,22 +86,29 @@ class TurnTotals:
     """Prompt tokens looked up."""
     hits: int = 0
     """Of them, tokens that were not read."""
-    evicted: int = 0
-    """Boundaries dropped for lack of memory."""
+    evicted: dict[Boundary, int] = field(default_factory=lambda: dict.fromkeys(KEPT, 0))
+    """Boundaries dropped for lack of memory, by kind."""
+    expired: int = 0
+    """Boundaries dropped because no turn used them for long."""
+    ahead: int = 0
+    """Tokens read before a turn needed them."""
     swapped_out: int = 0
     """Bytes."""
     swapped_in: int = 0
     """Bytes."""
+    swap_ms: float = 0.0
+    """As in ReuseReport."""
 
 
 @dataclass(slots=True)
 class TurnCache:
     """The boundaries of the conversations of one session.
 
-    All but `held` must be called on the decoding thread.
+    What is not marked as thread-safe must be called on the decoding thread.
     """
 
     model: ModelRunner
+    clock: Callable[[], float] = time.monotonic
     totals: TurnTotals = field(default_factory=TurnTotals)
     _kept: OrderedDict[Digest, _Kept] = field(default_factory=OrderedDict[Digest, _Kept])
     """By its last chunk; least recently used first."""
@@ -91,15 +118,61 @@ class TurnCache:
     """Boundaries that need a chunk."""
     _evicted: OrderedDict[Digest, None] = field(default_factory=OrderedDict[Digest, None])
     """The last boundaries dropped, to say why nothing was reused."""
+    _leases: weakref.WeakSet[Lease] = field(default_factory=weakref.WeakSet[Lease])
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards the boundaries, their users and the leases."""
     _pages: Pages | None = None
-    _last: tuple[tuple[int, ...], str, int, tuple[Digest, ...]] | None = None
-    """Prompt, scope, size of a chunk and chunks of the last lookup."""
+    _last: tuple[tuple[int, ...], str, int, HashedPrompt] | None = None
+    """Prompt, scope, size of a chunk and result of the last lookup."""
 
     def held(self, prompt: Sequence[int], scope: str) -> int:
         """Tokens of a prompt up to the boundary that it would continue from now. Thread-safe."""
-        found = self._find(self.chain(prompt, scope)) if self.model.reuse else None
+        if not self.model.reuse:
+            return 0
+        chunks = self.hashed(prompt, scope).chunks
+        with self._lock:
+            found = self._find(chunks)
         return len(found.chain) * self.model.chunk if found else 0
+
+    def lease(self, prompt: Sequence[int], scope: str) -> Lease | None:
+        """Keep the boundary that a prompt would continue from, if there is one. Thread-safe."""
+        if not self.model.reuse:
+            return None
+        chunks = self.hashed(prompt, scope).chunks
+        with self._lock:
+            if (found := self._find(chunks)) is None:
+                return None
+            self._leases.add(lease := Lease(found.chain[-1]))
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """End a lease: its request begins. Thread-safe."""
+        with self._lock:
+            self._leases.discard(lease)
+
+    def drop(self, conversation: Conversation) -> int:
+        """End a conversation by its name; return how many of its boundaries are forgotten. The one
+        that a waiting request was admitted with stays. Thread-safe."""
+        with self._lock:
+            leased = self._leased()
+            found = [
+                kept
+                for digest, kept in self._kept.items()
+                if kept.session == _name(conversation) and not kept.ended and digest not in leased
+            ]
+            for kept in found:
+                kept.ended = True
+        return len(found)
+
+    def expire(self, idle_s: float) -> float | None:
+        """Drop the boundaries that no request has used for so long, but for ends of system turns,
+        which belong to no conversation. Return in how many seconds the next one is due, if any."""
+        now = self.clock()
+        mortal = [kept for kept in self._kept.values() if kept.kind != "system"]
+        due = [kept for kept in mortal if now - kept.used >= idle_s]
+        self.totals.expired += self._drop(due)
+        rest = [kept.used for kept in mortal if kept not in due]
+        return max(0.0, min(rest) + idle_s - now) if rest else None
 
     @property
     def bytes(self) -> int:
@@ -108,29 +181,32 @@ class TurnCache:
         return (pages.count - len(pages.free)) * pages.nbytes if pages else 0
 
     def __len__(self) -> int:
-        """Boundaries kept."""
-        return len(self._kept)
+        """Boundaries kept. Thread-safe."""
+        with self._lock:
+            return sum(not kept.ended for kept in self._kept.values())
 
     # ---- a request
 
-    def chain(self, prompt: Sequence[int], scope: str) -> tuple[Digest, ...]:
+    def hashed(self, prompt: Sequence[int], scope: str) -> HashedPrompt:
         """The whole chunks of a prompt without its last token. Thread-safe."""
         chunk, last = self.model.chunk, self._last
         # A request is looked up several times, and 28,000 ids take a millisecond.
         if last is not None and last[0] is prompt and last[1:3] == (scope, chunk):
             return last[3]
-        found = chunk_digests(prompt[: cached_length(len(prompt), chunk)], chunk, scope)
+        found = hashed(prompt, chunk, scope)
         if isinstance(prompt, tuple):
             self._last = prompt, scope, chunk, found
         return found
 
     def _find(self, chain: Sequence[Digest]) -> _Kept | None:
-        """The longest boundary of a prompt's beginning whose chunks are all there."""
-        with self._lock:
-            for digest in reversed(chain):
-                kept = self._kept.get(digest)
-                if kept and all(self._there(i, d) for i, d in enumerate(kept.chain)):
-                    return kept
+        """The longest boundary of a prompt's beginning whose chunks are all there. With the lock
+        held."""
+        for digest in reversed(chain):
+            kept = self._kept.get(digest)
+            if kept is None or kept.ended:
+                continue
+            if all(self._there(i, d) for i, d in enumerate(kept.chain)):
+                return kept
         return None
 
     def _there(self, index: int, digest: Digest) -> bool:
@@ -138,47 +214,64 @@ class TurnCache:
 
     def _touch(self, kept: _Kept) -> None:
         """Mark a boundary as used, and the earlier ones of its prompt as used after it."""
-        with self._lock:
-            for digest in reversed(kept.chain):
-                if digest in self._kept:
-                    self._kept.move_to_end(digest)
+        for digest in reversed(kept.chain):
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                self._kept[digest].used = self.clock()
 
-    def continue_from(self, chain: tuple[Digest, ...], start: TurnStart) -> ReuseReport:
-        """Put the state where a prompt with these chunks continues; return what was reused."""
-        rows, conversation, prefix, length = (
-            start.rows,
-            start.conversation,
-            start.prefix,
-            len(start.prompt),
-        )
+    def continue_from(self, prompt: HashedPrompt, start: TurnStart) -> ReuseReport:
+        """Put the state where a prompt continues; return what was reused."""
+        chain, prefix, length = prompt.chunks, start.prefix, len(start.prompt)
         began, chunk, state = time.perf_counter(), self.model.chunk, self.model.state
-        if found := self._find(chain):
-            self._touch(found)  # so that making space evicts others first
-        self._leave(chain, rows, conversation)
-        found = self._find(chain)
+        self._drop([kept for kept in self._kept.values() if kept.ended])
+        common = self._common(prompt, start.conversation.scope)
+        with self._lock:
+            if found := self._find(chain):
+                self._touch(found)  # so that making space evicts others first
+        self._leave(chain, start.rows, start.conversation)
+        with self._lock:
+            found = self._find(chain)
         held = len(found.chain) * chunk if found else 0
         if prefix is not None and prefix.length > held:
             state.restore(prefix)
-            report = ReuseReport("prefix", prefix.length, "")
+            report = ReuseReport("prefix", prefix.length, why="")
         elif found is not None:
             self._restore(found)
-            report = ReuseReport(found.kind, held, "")
+            report = ReuseReport(found.kind, held, why="")
         else:
             state.reset()
             report = ReuseReport(why=self._why(chain))
         state.log.expect(chain, chunk, report.held // chunk)
-        self.totals.queries += length
-        self.totals.hits += report.held
-        return replace(report, swap_ms=1e3 * (time.perf_counter() - began))
+        if not start.ahead:
+            self.totals.queries += length
+            self.totals.hits += report.held
+        reread = max(0, min(common, length - 1) - report.held)
+        report = replace(report, reread=reread, diverged_at=common)
+        return replace(report, swap_ms=self._swapped(began))
+
+    def _common(self, prompt: HashedPrompt, scope: str) -> int:
+        """Tokens in common with the kept prompt that has most of them."""
+        kept = {id(k.ids): k.ids for k in self._kept.values() if k.scope == scope}
+        return max(map(prompt.common, kept.values()), default=0)
+
+    def _swapped(self, began: float) -> float:
+        """Count the time since `began` as one of copies; return it, ms."""
+        ms = 1e3 * (time.perf_counter() - began)
+        self.totals.swap_ms += ms
+        return ms
 
     def _leave(self, chain: tuple[Digest, ...], rows: int, conversation: Conversation) -> None:
         """Save what boundaries need of the chunks that a request is about to overwrite."""
         log, chunk = self.model.state.log, self.model.chunk
-        for kept in [k for k in self._kept.values() if k.session == _name(conversation)]:
-            if conversation.session and not _one_prompt(kept.chain, chain):
-                self._release(kept)
+        if conversation.session:
+            own = [k for k in self._kept.values() if k.session == _name(conversation)]
+            self._drop([kept for kept in own if not _one_prompt(kept.chain, chain)])
         same = next((i for i, d in enumerate(chain) if not log.holds(i, d)), len(chain))
-        for index in range(same, min(len(log.chunks), -(-rows // chunk) + 1)):
+        lost = range(same, min(len(log.chunks), -(-rows // chunk) + 1))
+        with self._lock:
+            promised = {d for k in map(self._kept.get, self._leased()) if k for d in k.chain}
+        # What is promised goes first, while there is memory.
+        for index in sorted(lost, key=lambda i: log.chunks[i] not in promised):
             digest = log.chunks[index]
             if digest is not None and self._users[digest] and digest not in self._stored:
                 self._swap_out(index, digest)
@@ -209,29 +302,36 @@ class TurnCache:
         self.totals.swapped_in += pages.light_bytes
         self.model.state.resume(len(kept.chain) * self.model.chunk)
 
-    def keep(self, chain: tuple[Digest, ...], kind: Boundary, conversation: Conversation) -> None:
-        """Keep the state after these chunks, which is the current one."""
+    def keep(
+        self, prompt: HashedPrompt, chunks: int, kind: Boundary, conversation: Conversation
+    ) -> float:
+        """Keep the state after these first chunks of a prompt, which is the current one. Return the
+        time that it took, ms."""
+        began, chain = time.perf_counter(), prompt.chunks[:chunks]
         log, pages = self.model.state.log, self.layout()
         session = "" if kind == "system" else _name(conversation)
         if not chain or not all(log.holds(i, d) for i, d in enumerate(chain)):
-            return
+            return 0.0
         if old := self._kept.get(chain[-1]):
-            old.kind, old.session = kind, session
+            old.kind, old.session, old.ids = kind, session, prompt.ids
+            old.used, old.ended = self.clock(), False
         elif (taken := self._take(len(pages.light))) is not None:
             for page, parts in zip(taken, pages.light, strict=True):
                 self.model.engine.swap_out(page * pages.nbytes, parts)
             self.totals.swapped_out += pages.light_bytes
-            kept = _Kept(chain, kind, session, tuple(taken))
+            kept = _Kept(
+                chain, kind, session, tuple(taken), conversation.scope, prompt.ids, self.clock()
+            )
             with self._lock:
                 self._kept[chain[-1]] = kept
                 self._users.update(chain)
         self._thin(chain, kind)
+        return self._swapped(began)
 
     def _thin(self, chain: tuple[Digest, ...], kind: Boundary) -> None:
         """Keep only the newest boundaries of a kind along a prompt."""
         along = [self._kept[d] for d in reversed(chain) if d in self._kept]
-        for kept in [k for k in along if k.kind == kind][KEPT[kind] :]:
-            self._release(kept)
+        self._drop([k for k in along if k.kind == kind][KEPT[kind] :])
 
     # ---- memory
 
@@ -248,30 +348,44 @@ class TurnCache:
         if count > pages.count:
             return None
         while len(pages.free) < count:
-            kept = next(iter(self._kept.values()), None)
+            kept = next((k for k in self._kept.values() if self._drop([k])), None)
             if kept is None:
                 return None
-            self._release(kept)
-            self.totals.evicted += 1
+            self.totals.evicted[kept.kind] += 1
             self._evicted[kept.chain[-1]] = None
             if len(self._evicted) > 4096:
                 self._evicted.popitem(last=False)
         taken, pages.free[:] = pages.free[:count], pages.free[count:]
         return taken
 
-    def _release(self, kept: _Kept) -> None:
-        pages = self.layout()
-        with self._lock:
-            del self._kept[kept.chain[-1]]
-            pages.free.extend(kept.pages)
-            for digest in kept.chain:
-                self._users[digest] -= 1
-                if not self._users[digest]:
-                    del self._users[digest]
-                    if (page := self._stored.pop(digest, None)) is not None:
-                        pages.free.append(page)
+    def _leased(self) -> set[Digest]:
+        """The boundaries that waiting requests were admitted with. With the lock held."""
+        return {lease.digest for lease in self._leases}
 
-    def _why(self, chain: Sequence[Digest]) -> Literal["first", "diverged", "evicted"]:
+    def _drop(self, unwanted: Iterable[_Kept]) -> int:
+        """Release boundaries, but for those that are leased; return how many."""
+        with self._lock:
+            leased = self._leased()
+            found = [kept for kept in unwanted if kept.chain[-1] not in leased]
+            for kept in found:
+                self._release(kept)
+        return len(found)
+
+    def _release(self, kept: _Kept) -> None:
+        """With the lock held."""
+        pages = self.layout()
+        del self._kept[kept.chain[-1]]
+        pages.free.extend(kept.pages)
+        for digest in kept.chain:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                if (page := self._stored.pop(digest, None)) is not None:
+                    pages.free.append(page)
+
+    def _why(self, chain: Sequence[Digest]) -> Literal["first", "diverged", "evicted", "too_short"]:
+        if not chain:
+            return "too_short"
         if any(digest in self._evicted for digest in chain):
             return "evicted"
         return "diverged" if self._kept else "first"
@@ -297,8 +411,12 @@ class TurnStart:
     """TensorRows of the caches that the request may write."""
     conversation: Conversation
     prefix: Snapshot | None
+    lease: Lease | None = None
+    """Of the boundary that it was admitted with."""
+    ahead: bool = False
+    """No request asks for it yet."""
     report: ReuseReport = NO_REUSE
-    _chain: tuple[Digest, ...] = ()
+    _hashed: HashedPrompt = NOTHING_HASHED
     _wanted: dict[int, Boundary] = field(default_factory=dict[int, Boundary])
     """Chunks up to a boundary -> its kind."""
 
@@ -312,19 +430,26 @@ class TurnStart:
             else:
                 cache.model.state.reset()
             return
-        self._chain = cache.chain(self.prompt, self.conversation.scope)
-        self.report = cache.continue_from(self._chain, self)
+        self._hashed = cache.hashed(self.prompt, self.conversation.scope)
+        self.report = cache.continue_from(self._hashed, self)
+        if self.lease is not None:
+            cache.end(self.lease)
         order: list[Boundary] = ["prompt", "user", "system"]
         for at, kind in sorted(self.conversation.boundaries, key=lambda b: order.index(b[1])):
             # A boundary within a chunk is kept at the end of the last whole chunk before it.
-            self._wanted[min(at // cache.model.chunk, len(self._chain))] = kind
+            self._wanted[min(at // cache.model.chunk, len(self._hashed.chunks))] = kind
         self.prefilled()
 
     def prefilled(self) -> None:
         """See PromptStart."""
         chunks, within = divmod(self.cache.model.state.length, self.cache.model.chunk)
         if not within and (kind := self._wanted.get(chunks)):
-            self.cache.keep(self._chain[:chunks], kind, self.conversation)
+            self.keep(chunks, kind)
+
+    def keep(self, chunks: int, kind: Boundary) -> None:
+        """Keep the current state, which is that after so many chunks of the prompt."""
+        ms = self.cache.keep(self._hashed, chunks, kind, self.conversation)
+        self.report = replace(self.report, swap_ms=self.report.swap_ms + ms)
 
 
 @dataclass(slots=True)

@@ -155,7 +155,7 @@ class ToolCallParser:
         self.notes: list[str] = []
         """Values that do not fit their schema and were taken as strings; broken calls."""
         self.cut: int | None = None
-        """Index of the last call of which pieces were sent but that never ended; `notes` name all."""
+        """Index of the last call of which pieces were sent but that never ended."""
 
     def feed(self, token: int) -> Iterator[str | CallPiece]:
         """The text and the parts of calls that a committed id completes."""

@@ -196,6 +196,11 @@ class AsyncPlanner:
         """Drop a pinned prefix. Returns whether it existed."""
         return bool((await self.call(messages.PrefixDrop(prefix_id=prefix_id)))["dropped"])
 
+    async def drop_session(self, session: str, cache_scope: str | None = None) -> int:
+        """Free the states kept of a conversation that has ended. Returns how many there were."""
+        drop = messages.SessionDrop(session=session, cache_scope=cache_scope)
+        return int((await self.call(drop))["boundaries"])
+
     async def drain(self) -> None:
         """Make the server finish its accepted work and take no more."""
         await self.simple("drain")

@@ -275,6 +275,11 @@ class RemotePlanner:
         """Drop a pinned prefix. Returns whether it existed."""
         return bool(self.call(messages.PrefixDrop(prefix_id=prefix_id))["dropped"])
 
+    def drop_session(self, session: str, cache_scope: str | None = None) -> int:
+        """Free the states kept of a conversation that has ended. Returns how many there were."""
+        drop = messages.SessionDrop(session=session, cache_scope=cache_scope)
+        return int(self.call(drop)["boundaries"])
+
     def drain(self) -> None:
         """Make the server finish its accepted work and take no more."""
         self.simple("drain")

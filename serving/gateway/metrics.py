@@ -29,7 +29,9 @@ COUNTERS = (
     ("prompt_tokens_cached", "Prompt tokens that were not read again.", "tokens", "cached"),
     ("prefix_cache_queries", "Prompt tokens looked up in earlier turns.", "reuse", "queries"),
     ("prefix_cache_hits", "Prompt tokens continued from earlier turns.", "reuse", "hits"),
-    ("prefix_cache_evictions", "Turns forgotten for lack of memory.", "reuse", "evicted"),
+    ("prefix_cache_expirations", "Boundaries that no turn used for long.", "reuse", "expired"),
+    ("prefix_cache_idle_tokens", "Tokens read while the engine was idle.", "reuse", "ahead"),
+    ("prefix_cache_swap_ms", "Host time of copying states, ms.", "reuse", "swap_ms"),
     ("prefix_cache_swapped_out_bytes", "Bytes of states kept.", "reuse", "swapped_out"),
     ("prefix_cache_swapped_in_bytes", "Bytes of states taken back.", "reuse", "swapped_in"),
     ("generation_tokens", "Answer tokens.", "tokens", "output"),
@@ -41,6 +43,7 @@ LABELLED = (
     ("request_refused", "Error answers by code.", ("refused",), "code"),
     ("request_deadlines", "Plans with a deadline, by outcome.", ("deadlines",), "outcome"),
     ("energy_joules", "Energy of the plans by power rail.", ("energy", "joules"), "rail"),
+    ("prefix_cache_evictions", "Boundaries dropped for lack of memory.", ("reuse", "evicted"), "kind"),
 )
 GAUGES = (
     ("num_requests_running", "Plans that run.", "running"),

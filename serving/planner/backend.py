@@ -183,6 +183,19 @@ class Backend(Protocol):
         """
         ...
 
+    def drop_session(self, request: messages.SessionDrop, scope: str = "") -> int:
+        """Forget the states of a conversation of the client `scope`; return how many."""
+        ...
+
+    def idle(self, stopped: Callable[[], bool]) -> float | None:
+        """Do what can be done without a request, until `stopped`, which is called before every
+        step. Returns in how many seconds there is more to do, if any. Engine thread only.
+
+        Raises:
+            ThorError: the engine failed.
+        """
+        ...
+
     def close(self) -> None:
         """Release all resources. Idempotent."""
         ...

@@ -254,6 +254,12 @@ class MockBackend:
     def drop(self, prefix_id: str) -> bool:
         return self._prefixes.pop(prefix_id, None) is not None
 
+    def drop_session(self, request: messages.SessionDrop, scope: str = "") -> int:
+        return 0
+
+    def idle(self, stopped: Callable[[], bool]) -> float | None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from msgspec import structs
@@ -49,9 +49,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         tool_calls=calls,
         cut_call=parser.cut if parser else None,
         notes=tuple(parser.notes) if parser else (),
-        reuse=messages.ReuseResult(boundary=reuse.boundary, held=reuse.held, why=reuse.why)
-        if reuse
-        else None,
+        reuse=messages.ReuseResult(**asdict(reuse)) if reuse else None,
         plan=plan if "plan" in wanted else None,
         plan_valid=valid,
         text=decoded.text if "text" in wanted else None,

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar, cast
 
 from thor_dflash.config.build import CLOSING_MESSAGE
@@ -33,12 +33,13 @@ from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
+from thor_dflash.serving.planner.result import Decoded
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.protocol.replies import ReuseCounts
+from thor_dflash.serving.protocol.replies import EvictionCounts, ReuseCounts
 
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
@@ -57,6 +58,8 @@ FEATURES = (
     "sampling",
     *PLAN_FORMATS,
 )
+
+NO_PROMPT = EncodedPrompt((), "")
 
 T = TypeVar("T")
 
@@ -93,6 +96,8 @@ class SessionBackend:
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
+        self._answered: tuple[Prepared, Decoded] | None = None
+        """The last answer, if it is to be read while the engine is idle."""
         self._sensors = find_sensors()
         self._about = self._described()
 
@@ -103,7 +108,9 @@ class SessionBackend:
     @property
     def reuse(self) -> ReuseCounts:
         turns = self.session.turns
-        return ReuseCounts(**asdict(turns.totals), boundaries=len(turns), bytes=turns.bytes)
+        counts = asdict(turns.totals)
+        evicted = EvictionCounts(**counts.pop("evicted"))
+        return ReuseCounts(**counts, evicted=evicted, boundaries=len(turns), bytes=turns.bytes)
 
     @property
     def about(self) -> BackendInfo:
@@ -387,8 +394,14 @@ class SessionBackend:
         self._check_prefix(prepared.prompt, prepared.ask.prefix_id)
         watch = PowerSampler(self._sensors)
         return SessionRun(
-            self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s
-        )
+            self.session, self.tokenizer, self._rates, prepared, chunks, watch, self._idle_s,
+            self._ended,
+        )  # fmt: skip
+
+    def _ended(self, prepared: Prepared, decoded: Decoded) -> None:
+        called = decoded.finish in ("stop", "forced") and decoded.calls and decoded.calls.calls
+        wanted = self.config.idle_prefill and self.session.model.reuse and called
+        self._answered = (prepared, decoded) if wanted else None
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         out: dict[str, Any] = {"max_context": self.session.model.limit}
@@ -469,6 +482,40 @@ class SessionBackend:
             with self._disk(prefix_id):
                 removed = self._store.drop(prefix_id)
         return self.session.prefixes.drop(prefix_id) or removed
+
+    # --- conversations
+
+    def drop_session(self, request: wire.SessionDrop, scope: str = "") -> int:
+        named = wire.PlanRequest(session=request.session, cache_scope=request.cache_scope)
+        return self.session.turns.drop(self._conversation(NO_PROMPT, named, scope))
+
+    def idle(self, stopped: Callable[[], bool]) -> float | None:
+        answered, self._answered = self._answered, None
+        if answered is not None and not stopped():
+            self._read_ahead(*answered, stopped)
+        idle_s = self.config.reuse_idle_s
+        return self.session.turns.expire(idle_s) if idle_s else None
+
+    def _read_ahead(
+        self, prepared: Prepared, decoded: Decoded, stopped: Callable[[], bool]
+    ) -> None:
+        """Read an answer as the next request of an agent will repeat it."""
+        ask, admitted = prepared.ask, prepared.admitted
+        assert admitted is not None
+        assert decoded.calls is not None
+        calls = decoded.calls.calls
+        answer = {
+            "role": "assistant",
+            "content": decoded.text,
+            "tool_calls": [{"function": {"name": c.name, "arguments": c.arguments}} for c in calls],
+            **({"reasoning_content": decoded.thinking} if decoded.thinking else {}),
+        }
+        turns = validation.messages_of(ask.prompt, ask.messages)
+        _, variables = self._effort(ask)
+        shape: Any = {"tools": ask.tools or (), "options": variables}
+        prompt = self._prompt([*turns, answer], thinking=prepared.thinks, **shape)
+        conversation = replace(admitted.conversation, boundaries=prompt.boundaries)
+        self.session.read_ahead(prompt.ids, conversation, stopped)
 
     def close(self) -> None:
         if self._store is not None:

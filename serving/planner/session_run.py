@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -31,6 +31,7 @@ class SessionRun:
         chunks: Iterator[TokenChunk],
         watch: PowerSampler,
         yield_s: float = 0.0,
+        ended: Callable[[Prepared, outcome.Decoded], None] = lambda prepared, decoded: None,
     ) -> None:
         self._session = session
         self._rates = rates
@@ -38,6 +39,7 @@ class SessionRun:
         self._forced = prepared.admitted is not None and prepared.admitted.forced is not None
         self._chunks = chunks
         self._yield_s = yield_s
+        self._ended = ended
         self._phase: messages.Phase = "prefill"
         self._answer = Answer(text, prepared.prompt, prepared.tools)
         self._writer = ChunkWriter(prepared.ask.stream, prepared.format)
@@ -118,6 +120,7 @@ class SessionRun:
             calls=self._answer.calls,
             reuse=report.reuse if report else None,
         )
+        self._ended(self._prepared, decoded)
         return outcome.result(self._prepared, decoded)
 
     def _report(self) -> RequestReport | None:

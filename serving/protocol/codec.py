@@ -45,6 +45,7 @@ OPERATIONS: dict[str, type[messages.Request]] = {
     "validate": messages.Validate,
     "prefix.put": messages.PrefixPut,
     "prefix.drop": messages.PrefixDrop,
+    "session.drop": messages.SessionDrop,
     **dict.fromkeys(
         ("hello", "ping", "health", "stats", "prefix.list", "drain", "shutdown"), messages.Simple
     ),

@@ -31,6 +31,7 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
     "prefix.put": replies.PrefixPutReply,
     "prefix.list": replies.PrefixListReply,
     "prefix.drop": replies.PrefixDropReply,
+    "session.drop": replies.SessionDropReply,
 }
 """Reply -> its type. `chunk`, `result` and `error` answer a plan, `error` everything else, too."""
 

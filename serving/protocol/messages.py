@@ -171,7 +171,17 @@ class PrefixDrop(_Request, frozen=True):
     op: str = "prefix.drop"
 
 
-Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop
+class SessionDrop(_Request, frozen=True):
+    """`session.drop`: a conversation of this client has ended; free the states kept of it."""
+
+    session: Id
+    """Its name, as the `conversation` or `session` of its plans."""
+    op: str = "session.drop"
+    cache_scope: Id | None = None
+    """As that of its plans."""
+
+
+Request = PlanRequest | Simple | Cancel | Validate | PrefixPut | PrefixDrop | SessionDrop
 
 
 class CallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -204,8 +214,14 @@ class ReuseResult(Struct, frozen=True, kw_only=True):
     a `prompt`; empty: nothing."""
     held: int = 0
     """Prompt tokens that were not read."""
+    reread: int = 0
+    """Tokens that were read although a kept earlier prompt begins with them, too."""
+    diverged_at: int = 0
+    """Tokens in common with the kept earlier prompt that is most like this one."""
     why: str = ""
-    """Why nothing was reused: off, first, diverged or evicted."""
+    """Why nothing was reused: off, first, diverged, evicted or too_short."""
+    swap_ms: float = 0.0
+    """Host time of copying states, ms."""
 
 
 class Chunk(Struct, frozen=True, kw_only=True):

@@ -215,6 +215,14 @@ class HostState(Struct, frozen=True, kw_only=True):
     emc_mhz: int | None
 
 
+class EvictionCounts(Struct, frozen=True, kw_only=True):
+    """Boundaries by kind."""
+
+    system: int = 0
+    user: int = 0
+    prompt: int = 0
+
+
 class ReuseCounts(Struct, frozen=True, kw_only=True):
     """Automatic reuse since the start of a server, and the memory that it takes."""
 
@@ -222,12 +230,18 @@ class ReuseCounts(Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up."""
     hits: int = 0
     """Of them, tokens that were not read."""
-    evicted: int = 0
+    evicted: EvictionCounts = EvictionCounts()
     """Boundaries dropped for lack of memory."""
+    expired: int = 0
+    """Boundaries dropped because no turn used them for `serve.reuse_idle_s`."""
+    ahead: int = 0
+    """Tokens read while the engine was idle."""
     swapped_out: int = 0
     """Bytes."""
     swapped_in: int = 0
     """Bytes."""
+    swap_ms: float = 0.0
+    """Host time of these copies, ms."""
     boundaries: int = 0
     """Kept now."""
     bytes: int = 0
@@ -286,6 +300,13 @@ class PrefixDropReply(ControlReply, frozen=True):
     """The reply to `prefix.drop`."""
 
     dropped: bool
+
+
+class SessionDropReply(ControlReply, frozen=True):
+    """The reply to `session.drop`."""
+
+    boundaries: int
+    """How many are forgotten."""
 
 
 class AckReply(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -101,7 +101,8 @@ class RequestHandlers:
             "validate": self._validate,
             "prefix.put": self._prefix_put,
             "prefix.list": self._prefix_list,
-            "prefix.drop": self._prefix_drop,
+            "prefix.drop": self._drop,
+            "session.drop": self._drop,
             "hello": self._hello,
             "ping": lambda peer, request: self._result(peer, request.id, groot.RUNNING),
             "health": self._health,
@@ -199,7 +200,7 @@ class RequestHandlers:
         validation.check_answer(request)
         self._actions.check(self._pending.add(peer, request))
 
-    def _prefix_drop(self, peer: Peer, request: messages.PrefixDrop) -> None:
+    def _drop(self, peer: Peer, request: messages.PrefixDrop | messages.SessionDrop) -> None:
         self._lifecycle.open()
         self._actions.write(self._pending.add(peer, request))
 

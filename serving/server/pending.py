@@ -1,5 +1,5 @@
-"""Bookkeeping of unanswered `validate` and `prefix.drop` requests, which are no jobs. Their number
-is bounded. Used by one thread.
+"""Bookkeeping of unanswered `validate`, `prefix.drop` and `session.drop` requests, which are no
+jobs. Their number is bounded. Used by one thread.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.lifecycle import RETRY_MS
 from thor_dflash.serving.server.scheduler import Peer
-from thor_dflash.serving.server.workers import PendingRequest
+from thor_dflash.serving.server.workers import PendingMessage, PendingRequest
 
 MAX_TOTAL = 16
 """Limit for all clients together: each request holds a message, and its check may take a second."""
@@ -26,7 +25,7 @@ class PendingRequests:
 
     _requests: list[PendingRequest] = field(default_factory=list[PendingRequest])
 
-    def add(self, peer: Peer, message: messages.Validate | messages.PrefixDrop) -> PendingRequest:
+    def add(self, peer: Peer, message: PendingMessage) -> PendingRequest:
         """Add a request.
 
         Raises:
@@ -39,7 +38,7 @@ class PendingRequests:
         ):
             if got >= most:
                 text = (
-                    f"validate and prefix.drop requests of {whose} must be <= {most} at a time "
+                    f"validate and drop requests of {whose} must be <= {most} at a time "
                     "(got one more)"
                 )
                 raise PlanError("busy", text, retry_after_ms=RETRY_MS)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import PriorityQueue, SimpleQueue
+from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -93,12 +93,15 @@ class JobChecked:
     outcome: Prepared | PlanError
 
 
+PendingMessage = messages.Validate | messages.PrefixDrop | messages.SessionDrop
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A `validate` for the check thread, or a `prefix.drop` for the file thread, unanswered."""
+    """A `validate` for the check thread, or a drop for the file thread, unanswered."""
 
     peer: Peer
-    message: messages.Validate | messages.PrefixDrop
+    message: PendingMessage
     abandoned: bool = False
     """No client waits for it any more. Written by the I/O thread, read by the worker thread before
     it begins."""
@@ -106,7 +109,7 @@ class PendingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestDone:
-    """A thread has finished a `validate` or a `prefix.drop`."""
+    """A thread has finished a `validate` or a drop."""
 
     request: PendingRequest
     outcome: dict[str, Any] | PlanError | None
@@ -252,6 +255,8 @@ def _finish(backend: Backend, request: PendingRequest, log: Log) -> RequestDone:
         message = request.message
         if isinstance(message, messages.Validate):
             return backend.validate(message)
+        if isinstance(message, messages.SessionDrop):
+            return {"boundaries": backend.drop_session(message, request.peer.key)}
         return {"dropped": backend.drop(message.prefix_id)}
 
     return RequestDone(request, None if request.abandoned else _guard(work, log))
@@ -291,7 +296,7 @@ def run_engine(
         return
     emit(BackendReady(backend))
     try:
-        while (job := inbox.get()) is not None:
+        while (job := _next_job(backend, inbox, emit, heartbeat, log)) is not None:
             heartbeat.beat(busy=True)
             trace = StepTrace(job.arrived)
             lost: list[EngineLost] = []
@@ -306,6 +311,31 @@ def run_engine(
                 return
     finally:
         backend.close()
+
+
+def _next_job(
+    backend: Backend,
+    inbox: SimpleQueue[Job | None],
+    emit: Callable[[WorkerEvent], None],
+    heartbeat: Heartbeat,
+    log: Log,
+) -> Job | None:
+    """Wait for the next job, and let the backend use the time until there is one; None: end."""
+
+    def wanted() -> bool:
+        heartbeat.beat(busy=True)
+        return not inbox.empty()
+
+    while inbox.empty():
+        lost: list[EngineLost] = []
+        more_s = _guard(partial(_alive, partial(backend.idle, wanted), lost), log)
+        heartbeat.beat(busy=False)
+        if lost:
+            emit(ServerFailed(lost[0]))
+            return None
+        with suppress(Empty):  # after a fault, which is in the log, the next try is after a job
+            return inbox.get(timeout=None if isinstance(more_s, PlanError) else more_s)
+    return inbox.get()
 
 
 def _begun(

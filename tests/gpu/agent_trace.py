@@ -269,7 +269,7 @@ def memory(session: Session) -> Iterator[Figure]:
     yield Figure("memory", "reserved for reuse", pages.count * pages.nbytes / 1e9, "GB")
     yield Figure("memory", "in use", session.turns.bytes / 1e9, "GB")
     yield Figure("memory", "boundaries kept", len(session.turns), "")
-    yield Figure("memory", "boundaries evicted", totals.evicted, "")
+    yield Figure("memory", "boundaries evicted", sum(totals.evicted.values()), "")
     yield Figure("memory", "swapped out", totals.swapped_out / 1e9, "GB")
     yield Figure("memory", "swapped in", totals.swapped_in / 1e9, "GB")
     yield Figure("memory", "tokens not read", totals.hits, "", f"of {totals.queries:,}")

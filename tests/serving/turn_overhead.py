@@ -118,7 +118,7 @@ def measure(trace: Path, tokenizer: Path) -> list[tuple[object, ...]]:
                 "read the request": timed(lambda: read(body)),
                 "prepare it": timed(lambda: backend.prepare(ask, None)),
                 "find what is held, at the start": timed(
-                    lambda: session.turns.chain(prompt, admitted.conversation.scope)
+                    lambda: session.turns.hashed(prompt, admitted.conversation.scope)
                 ),
                 "template process": timed(lambda: rendered(line)),
             }

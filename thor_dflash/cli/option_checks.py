@@ -40,7 +40,10 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
 """Command -> groups of an option and those that have no meaning with it."""
 UNREAD_SECTIONS = {("bench", "--package"): "build", ("serve", "--mock"): "engine"}
 """Command and option -> the section that it does not read with that option."""
-UNREAD_BY_MOCK = ("serve.yield_us", "serve.cancel_ms", "serve.prefix_mb", "serve.allow_forced")
+UNREAD_BY_MOCK = (
+    "serve.yield_us", "serve.cancel_ms", "serve.prefix_mb", "serve.allow_forced",
+    "serve.reuse_idle_s", "serve.idle_prefill",
+)  # fmt: skip
 """A mock has no steps on a device, no memory for prefixes and no template that writes answers."""
 ON_GPU = ("cuda", "tensorrt")
 ENGINES: Mapping[str, tuple[str, ...]] = {

@@ -56,6 +56,13 @@ class ServeConfig:
     reuse_mb: Count = 2048
     """Memory for the states of earlier turns, MiB, on the device; 0: no reuse. A boundary of the
     27B takes 190, a thousand tokens of a conversation that another one displaces 37."""
+    reuse_idle_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 0.0
+    """What no turn of a conversation has used for so long is dropped, s; 0: kept until the memory
+    is needed. `session.drop` drops it at once."""
+    idle_prefill: bool = False
+    """Read an answer with tool calls while the engine is idle, so that the next turn reads only the
+    results. For agents that return answers unchanged and whose tools take a while; a request that
+    arrives meanwhile waits for the end of a prefill step."""
     watchdog_s: Annotated[float, Meta(gt=0, le=DAY_S)] = 10.0
     """A step that takes longer means a dead device: the process ends, for systemd to restart it. A
     server whose slowest prefill step takes so long does not start."""

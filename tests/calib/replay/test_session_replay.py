@@ -9,13 +9,17 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from support.constrained_model import package
+from support.http_gateway import gateway
 from support.recorded_traces import TEMPLATE, rows, write
 
 from thor_dflash.calib.replay import session_replay
+from thor_dflash.calib.replay.http_replay import HttpReplay
+from thor_dflash.calib.replay.openai_client import OpenAIConnection
 from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
 from thor_dflash.calib.replay.replay_report import ReplayReport, ReplayTurn, totals
 from thor_dflash.calib.replay.replay_report import text as text_of
@@ -23,13 +27,17 @@ from thor_dflash.calib.replay.session_replay import EncodedTurn, SessionReplay
 from thor_dflash.cli.main import main
 from thor_dflash.cli.report.replay_page import page
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core import strict_records
-from thor_dflash.core.errors import RequestError
+from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import NoDrafter
 from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.session import session as session_module
 from thor_dflash.runtime.session.turn_cache import TurnCache
+from thor_dflash.serving.client import Message, PlanRequest
+from thor_dflash.serving.planner.session_backend import SessionBackend
+from thor_dflash.serving.server.server import serving
 
 CHUNK = 32
 TURNS = 6
@@ -172,6 +180,66 @@ def test_a_prompt_that_cannot_fit_is_refused_before_the_engine_is_loaded(
 def test_rows_that_no_block_has(session: Session, rows_: float) -> None:
     with pytest.raises(RequestError):
         SessionReplay(session, rows_)
+
+
+# ---- over the wire -----------------------------------------------------------------------
+ALLOWED = ServeConfig(bind=("tcp://127.0.0.1:*",), allow_forced=True, thinking="off", max_tokens=32)
+ANSWER = Message(role="assistant", content="Done.")
+
+
+class KeptOpen(SessionBackend):
+    """A backend that leaves its session to the next one, and needs no warming up."""
+
+    def warm(self) -> None:
+        self.session.turns = TurnCache(self.session.model)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_trace_leaves_the_state_that_it_leaves_in_process(
+    session: Session, trace: RecordedTrace
+) -> None:
+    forget(session)
+    local = list(SessionReplay(session, 4.5).run(trace.first(1, 3)))
+    want, length = state(session), session.model.state.length
+    with (
+        serving(lambda: KeptOpen(session, ALLOWED), ALLOWED, log=lambda line: None) as server,
+        gateway(*server.endpoints) as address,
+        closing(OpenAIConnection(f"{address}/v1", {})) as connection,
+    ):
+        extra = {"max_completion_tokens": 32}
+        replay = HttpReplay(connection, "", forced=4.5, extra=extra)
+        found = list(replay.run(trace.first(1, 3)))
+        refused = list(HttpReplay(connection, "", forced=99.0, extra=extra).run(trace.first(1, 1)))
+    assert [turn.error for turn in found] == [""] * 3
+    assert state(session) == want
+    assert session.model.state.length == length
+    for one, other in zip(found, local, strict=True):
+        assert (one.finish, one.calls, one.overlap) == ("forced", 1, None)
+        assert (one.cycles, one.prompt_tokens) == (other.cycles, other.prompt_tokens)
+        assert one.cached_tokens == other.cached_tokens
+    assert "forced_accept" in refused[0].error
+
+
+@pytest.mark.parametrize(
+    ("allowed", "fields", "at"),
+    [
+        (False, {"forced_answer": ANSWER}, "forced_answer"),
+        (True, {"forced_accept": 2.0}, "forced_accept"),
+        (True, {"forced_answer": Message(role="user", content="x")}, "forced_answer.role"),
+        (True, {"forced_answer": ANSWER, "forced_accept": 17.0}, "forced_accept"),
+        (True, {"forced_answer": Message(role="assistant", content="", tool_calls=(
+            {"function": {"name": "bash", "arguments": "no"}},))},
+         "forced_answer.tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(session: Session, allowed: bool, fields: Any, at: str) -> None:
+    backend = SessionBackend(session, ServeConfig(allow_forced=allowed, thinking="off"))
+    with pytest.raises(PlanError) as error:
+        backend.prepare(PlanRequest(prompt="x", **fields), None)
+    assert error.value.code == "bad_request"
+    assert error.value.message.startswith(at)
 
 
 # ---- the command -------------------------------------------------------------------------

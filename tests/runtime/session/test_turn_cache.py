@@ -14,6 +14,7 @@ from support.loop_models import answer, prompt, session
 
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.admission import Admitted
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
 from thor_dflash.runtime.session.turn_cache import Boundary, Conversation, TurnCache
 
@@ -181,7 +182,7 @@ def test_memory_is_bounded_and_the_oldest_conversation_goes_first(s: Session) ->
     del pages.free[9:]
     for i in range(12):
         same(s, turn(prompt(100, 200 + i), name=f"r{i}"))
-    assert s.turns.totals.evicted > 0
+    assert s.turns.totals.evicted["user"] + s.turns.totals.evicted["prompt"] > 0
     assert same(s, turn(prompt(100, 211), MORE, name="r11")) == 96
     assert same(s, turn(prompt(100, 200), MORE, name="r0")) == 0
     assert s.report().reuse.why == "evicted"
@@ -198,13 +199,34 @@ def test_what_lies_past_the_held_rows_does_not_matter(s: Session) -> None:
     assert same(s, turn(SYSTEM, USER, RESULT)) == 96
 
 
+def between(s: Session, random: Random, request: Request, waiting: list[Admitted]) -> None:
+    """What may happen between two turns: a conversation ends or goes idle, is read ahead, or waits
+    in a queue while others are answered."""
+    what = random.random()
+    if what < 0.1:
+        s.turns.drop(request.conversation)
+    elif what < 0.2:
+        s.turns.expire(random.choice([0.0, 60.0, 60.0]))
+    elif what < 0.4:
+        steps = iter([False] * random.randint(0, 6))
+        s.read_ahead(request.prompt, request.conversation, lambda: next(steps, True))
+    elif what < 0.6:
+        waiting.append(s.admit(request))
+    if len(waiting) > 2:
+        one = waiting.pop(0)
+        plain = replace(request, prompt=one.prompt, conversation=one.conversation)
+        tokens = [t for chunk in s.generate(one) for t in chunk.tokens]
+        assert tokens == answer(session(), plain, DflashDrafter())
+
+
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
 )
 def test_any_conversations(s: Session, seed: int) -> None:
     """Appended turns, edits in the middle, regenerated answers that repeat older prompts, other
-    speakers, plain requests and cancelled ones, in any order and with little memory."""
-    random = Random(seed)
+    speakers, plain requests and cancelled ones, in any order and with little memory; between them
+    conversations end, go idle, wait in a queue or are read ahead."""
+    random, waiting = Random(seed), list[Admitted]()
     s.turns.layout().free[12:] = []  # a few pages, so that much is evicted
     texts = [[prompt(random.randint(20, 80), 50 + i)] for i in range(3)]
     reused = 0
@@ -219,14 +241,112 @@ def test_any_conversations(s: Session, seed: int) -> None:
         parts.append(prompt(length, 300 + random.randrange(6)))
         request = turn(*parts, name=random.choice(["", f"r{who}"]))
         proposer = NoDrafter() if random.random() < 0.15 else DflashDrafter()
+        between(s, random, request, waiting)
         if random.random() < 0.2:
             answers = s.run(request, proposer)
             next(answers)
             answers.close()
         reused += same(s, request, proposer) > 0
-        if step % 4 == 0:
+        if step % 4 == 0 and s.held(request.prompt) < len(request.prompt) - 1:
             assert state(s, request) == state(session(), request)
     assert reused > 3
+
+
+def pages_for(s: Session, boundaries: int, chunks: int) -> None:
+    """Leave memory for so many boundaries, and for the rows of so many chunks."""
+    pages = s.turns.layout()
+    del pages.free[boundaries * len(pages.light) + chunks :]
+
+
+def test_a_request_that_waits_finds_what_it_was_admitted_with(s: Session) -> None:
+    """Others take all other memory meanwhile, also the rows of the live caches."""
+    pages_for(s, 3, 4)
+    history = prompt(100, 60)
+    waits = turn(history, CALL, name="waits")
+    want = answer(session(), waits, DflashDrafter())
+
+    def others(seed: int) -> None:
+        answer(s, turn(history, name="waits"), DflashDrafter())
+        found = s.admit(waits) if seed else None
+        for other in range(seed, seed + 3):
+            answer(s, turn(prompt(100, 70 + other), name=f"r{other}"), DflashDrafter())
+        tokens = [t for chunk in s.generate(found or waits) for t in chunk.tokens]
+        assert tokens == want
+        assert s.report().reuse.held == (96 if found else 0)
+        assert not s.turns._leases, "its promise is kept"  # pyright: ignore[reportPrivateUsage]
+
+    others(0)
+    s.turns.drop(waits.conversation)
+    others(10)
+
+
+def test_the_end_of_a_conversation_frees_its_own(s: Session) -> None:
+    one, two = (turn(SYSTEM, USER, RESULT, name=name) for name in ("one", "two"))
+    same(s, one)
+    other = turn(SYSTEM, MORE, RESULT, name="two")
+    same(s, other)
+    kept = len(s.turns)
+    assert s.turns.drop(Conversation(session="one", scope="x")) == 0
+    assert s.turns.drop(one.conversation) == 2
+    assert s.turns.drop(one.conversation) == 0
+    assert len(s.turns) == kept - 2
+    assert s.held((*other.prompt, 1)) == 160
+    assert same(s, one) == 64, "the system turn is everyone's"
+    assert same(s, two) == 160
+
+
+def test_what_nobody_used_for_long_is_dropped(s: Session) -> None:
+    now = [0.0]
+    s.turns.clock = lambda: now[0]
+    assert s.turns.expire(5) is None
+    for at, request in enumerate(
+        (turn(SYSTEM, USER), turn(SYSTEM, MORE), turn(SYSTEM, USER, CALL))
+    ):
+        now[0] = float(at)
+        same(s, request)
+    assert s.turns.expire(2.5) == 1.5
+    now[0] = 3.5
+    more = (*SYSTEM, *MORE, 1)
+    lease = s.turns.lease(more, "")
+    for waits in (True, False):
+        assert s.turns.expire(2.5) == 1.0
+        assert s.held(more) == (96 if waits else 64)
+        lease = None
+    assert lease is None
+    assert s.held((*SYSTEM, *USER, *CALL, 1)) == 96
+    now[0] = 9.0
+    assert s.turns.expire(2.5) is None
+    assert same(s, turn(SYSTEM, USER, RESULT)) == 64
+    assert s.turns.totals.expired == 2
+
+
+def test_what_is_read_ahead_need_not_be_read_again(s: Session) -> None:
+    """Also what a request interrupted; and a conversation that goes on otherwise finds its own."""
+    first, second = turn(SYSTEM, USER, ()), turn(SYSTEM, USER, CALL, RESULT)
+    same(s, first)
+    steps = iter([False, True])
+    assert s.read_ahead(second.prompt, second.conversation, lambda: next(steps)) == 32
+    assert s.held(second.prompt) == 128
+    assert s.read_ahead(second.prompt, second.conversation) == 32
+    assert s.read_ahead(second.prompt, second.conversation) == 0
+    assert s.turns.totals.ahead == 64
+    assert s.turns.totals.queries == len(first.prompt)
+    assert same(s, turn(SYSTEM, USER, MORE)) == 96
+    assert same(s, turn(SYSTEM, USER, CALL, RESULT, MORE)) == 160
+    report = s.report().reuse
+    assert (report.reread, report.diverged_at) == (1, 161), "what was read ahead, and one token"
+
+
+def test_where_a_prompt_diverges(s: Session) -> None:
+    assert same(s, turn((1, 2, 3))) == 0
+    assert s.report().reuse.why == "too_short"
+    same(s, turn(SYSTEM, USER, CALL, name="a"))
+    same(s, turn(SYSTEM, USER[:35], MORE, name="a"))
+    report = s.report().reuse
+    assert (report.boundary, report.held) == ("user", 96)
+    assert (report.diverged_at, report.reread) == (105, 9)
+    same(s, turn(SYSTEM, USER, CALL, scope="b"))
+    assert s.report().reuse.diverged_at == 0, "nothing is known of another scope"
 
 
 def test_a_prefix_that_is_pinned_overwrites_what_turns_need(s: Session) -> None:

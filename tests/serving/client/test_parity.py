@@ -31,7 +31,8 @@ def test_both_clients_have_the_same_methods() -> None:
 
 ANSWERS: dict[str, tuple[Any, ...]] = {
     "ping": (), "hello": (), "health": (), "stats": (), "prefixes": (), "skipped": (),
-    "cancel": ("nothing",), "drop_prefix": ("nothing",), "put_prefix": ("p", "You plan."),
+    "cancel": ("nothing",), "drop_prefix": ("nothing",), "drop_session": ("x",),
+    "put_prefix": ("p", "You plan."),
 }  # fmt: skip
 
 

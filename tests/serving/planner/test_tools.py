@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
-from thor_dflash.runtime.session import open_session
+from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.session.turn_cache import TurnCache
 from thor_dflash.serving.client import Message, PlanRequest
+from thor_dflash.serving.planner.backend import drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
@@ -63,11 +66,15 @@ for _ in range(900):
 
 
 @pytest.fixture(scope="module")
-def planner() -> Iterator[LocalPlanner]:
+def session() -> Iterator[Session]:
     made = package(template=TEMPLATE)
-    session = open_session(made, EngineConfig(threads=1), Silent(), reuse=8 << 20)
-    with closing(LocalPlanner(SessionBackend(session, CONFIG))) as it:
+    with closing(open_session(made, EngineConfig(threads=1), Silent(), reuse=8 << 20)) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def planner(session: Session) -> LocalPlanner:
+    return LocalPlanner(SessionBackend(session, CONFIG))
 
 
 def streamed(planner: LocalPlanner, ask: PlanRequest) -> tuple[list[str], messages.Result]:
@@ -116,6 +123,47 @@ def test_no_call_with_choice_none(planner: LocalPlanner) -> None:
     result = planner.plan(structs.replace(ASK, tool_choice="none"))
     assert result.tool_calls is None
     assert "<tool_call>" not in (result.text or "")
+
+
+def test_an_answer_is_read_while_the_engine_is_idle(session: Session) -> None:
+    """The next turn then reads less, and says the same; a request that waits ends the reading."""
+    choice = {"type": "function", "function": {"name": "stop"}}
+    found: list[tuple[int, Any]] = []
+    for idle in (False, True, True):
+        session.turns = TurnCache(session.model)
+        session.model.state.log.chunks.clear()
+        backend = SessionBackend(session, replace(CONFIG, idle_prefill=idle))
+        ask = structs.replace(
+            ASK, prompt="go " * 12, tool_choice=choice, parallel_tool_calls=False, session="a"
+        )
+        own = LocalPlanner(backend)
+        first = own.plan(ask)
+        call = {"function": {"name": "stop", "arguments": "{}"}}
+        turns = (
+            Message(role="user", content=ask.prompt or ""),
+            Message(role="assistant", content="", tool_calls=(call,)),
+            Message(role="tool", content="stopped"),
+        )
+        assert backend.idle(lambda: len(found) == 2) is None
+        second = own.plan(structs.replace(ask, prompt=None, messages=turns))
+        found.append((second.usage.cached_tokens, second.tokens))
+        assert first.finish_reason == "tool_calls"
+    (without, tokens), (ahead, again), (stopped, last) = found
+    assert tokens == again == last
+    assert ahead > without == stopped
+
+
+def test_a_conversation_is_dropped_by_its_name(session: Session) -> None:
+    backend = SessionBackend(session, CONFIG)
+    ask = structs.replace(ASK, session="ends", prompt="Go to the table and then to the door.")
+    prepared = backend.prepare(ask, None, "client")
+    for _ in drive(backend.start(prepared, None)):
+        pass
+    assert backend.prepare(ask, None, "client").cached > 0
+    drop = messages.SessionDrop(session="ends")
+    assert backend.drop_session(drop, "another") == 0
+    assert backend.drop_session(drop, "client") > 0
+    assert backend.drop_session(drop, "client") == 0
 
 
 @pytest.mark.parametrize(

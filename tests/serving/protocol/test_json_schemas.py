@@ -23,6 +23,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "cancel": {"target": "x"},
     "prefix.put": {"prefix_id": "p", "system": "s"},
     "prefix.drop": {"prefix_id": "p"},
+    "session.drop": {"session": "s"},
 }
 """Operation -> its fields without a default."""
 VALUES: tuple[Any, ...] = (
@@ -100,6 +101,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "prefix.put": [{"op": "prefix.put", "prefix_id": "p", "system": "s"}],
     "prefix.list": [{"op": "prefix.list"}],
     "prefix.drop": [{"op": "prefix.drop", "prefix_id": "p"}],
+    "session.drop": [{"op": "session.drop", "session": "s"}],
     "result": [
         {"op": "plan", "prompt": "x", "stream": "all",
          "return": ["plan", "text", "thinking", "tokens", "timings"]},

@@ -162,6 +162,7 @@ def test_what_is_answered_is_what_the_contract_says(house: Any, tmp_path: Path) 
         "cancel": {"target": "x"},
         "prefix.put": {"prefix_id": "p", "system": "You plan.", "persist": True},
         "prefix.drop": {"prefix_id": "p"},
+        "session.drop": {"session": "s"},
     }
     documented: dict[str, dict[str, Any]] = {}
     for op in (*(OPERATIONS.keys() - {"plan", "drain", "shutdown"}), "drain", "shutdown"):

@@ -100,9 +100,10 @@ def test_while_it_drains_state_is_shown_and_new_work_refused(it: Fixture) -> Non
         {"op": "validate", "prompt": "x"},
         {"op": "prefix.put", "prefix_id": "a", "system": "x"},
         {"op": "prefix.drop", "prefix_id": "a"},
+        {"op": "session.drop", "session": "a"},
     ):
         it.receive(**fields)
-    assert [reply.get("code") for reply in it.sent] == [None] * 6 + ["draining"] * 4
+    assert [reply.get("code") for reply in it.sent] == [None] * 6 + ["draining"] * 5
 
 
 def test_a_slow_reader_may_lose_text_and_no_step(it: Fixture) -> None:

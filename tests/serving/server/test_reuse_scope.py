@@ -34,6 +34,10 @@ class Recorder(MockBackend):
     def reuse(self) -> ReuseCounts:
         return ReuseCounts(queries=100, hits=64, boundaries=3)
 
+    def drop_session(self, request: messages.SessionDrop, scope: str = "") -> int:
+        self.scopes.append(scope)
+        return 7
+
 
 def test_a_client_is_its_key_also_when_it_comes_again(house: Any, tmp_path: Path) -> None:
     for name in ("one", "other"):
@@ -47,7 +51,9 @@ def test_a_client_is_its_key_also_when_it_comes_again(house: Any, tmp_path: Path
     for name in ("one", "other", "one"):
         with RemotePlanner(server.endpoints[0], Options(keys=str(tmp_path / name))) as planner:
             planner.plan(messages.PlanRequest(prompt="x"))
-    one, other, again = backend.scopes
+            assert planner.drop_session("arm") == 7
+    assert backend.scopes[::2] == backend.scopes[1::2], "a client drops its own conversations"
+    one, other, again = backend.scopes[::2]
     assert one == again != other
     assert one == (tmp_path / "one/client.public").read_text().strip()
 

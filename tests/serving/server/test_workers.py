@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import EngineError, PlanError
+from thor_dflash.core.errors import EngineError, EngineLost, PlanError
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
@@ -99,3 +99,56 @@ def test_a_backend_that_fails_its_self_test_is_closed(fault: Exception) -> None:
     posts = ran(Wrong(ServeConfig()))
     assert [type(post) for post in posts] == [BackendLoaded, ServerFailed]
     assert closed == [True]
+
+
+class Idle(MockBackend):
+    """A mock that works whenever it may, until a test's function raises."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        super().__init__(ServeConfig())
+        self.begun, self.fault = threading.Event(), fault
+        self.calls = 0
+
+    def idle(self, stopped: Any) -> float | None:
+        self.calls += 1
+        if self.calls > 1 and self.fault is not None:
+            raise self.fault
+        if self.calls > 2:
+            self.begun.set()
+            while not stopped():
+                time.sleep(1e-4)
+            return None
+        return 1e-3
+
+
+def test_a_job_interrupts_what_the_backend_does_between_jobs() -> None:
+    backend, ask = Idle(), messages.PlanRequest(id="a", prompt="x")
+    inbox, posts, heartbeat = SimpleQueue[Job | None](), list[WorkerEvent](), Heartbeat()
+    work = (lambda: backend, inbox, posts.append, heartbeat, lambda text: None)
+    thread = threading.Thread(target=run_engine, args=work)
+    thread.start()
+    assert backend.begun.wait(20), "called again after the time that it asked for"
+    assert heartbeat.busy
+    peer, prepared = Peer((b"peer",), JSON), backend.prepare(ask, None)
+    inbox.put(Job(request=ask, peer=peer, session="s", arrived=time.monotonic(), prepared=prepared))
+    inbox.put(None)
+    thread.join(20)
+    assert isinstance(posts[-1], JobDone)
+    assert not heartbeat.busy
+
+
+@pytest.mark.parametrize("fault", [EngineLost("the device is gone"), EngineError("a bad step")])
+def test_a_fault_between_jobs(fault: Exception) -> None:
+    """A lost engine ends the server; after any other fault it goes on with the next job."""
+    backend, ask = Idle(fault), messages.PlanRequest(id="a", prompt="x")
+    inbox, posts = SimpleQueue[Job | None](), list[WorkerEvent]()
+    logged = SimpleQueue[str]()
+    work = (lambda: backend, inbox, posts.append, Heartbeat(), logged.put)
+    thread = threading.Thread(target=run_engine, args=work)
+    thread.start()
+    assert "engine fault" in logged.get(timeout=20)
+    peer, prepared = Peer((b"peer",), JSON), backend.prepare(ask, None)
+    inbox.put(Job(request=ask, peer=peer, session="s", arrived=time.monotonic(), prepared=prepared))
+    inbox.put(None)
+    thread.join(20)
+    assert isinstance(posts[-1], ServerFailed if isinstance(fault, EngineLost) else JobDone)
