@@ -43,7 +43,7 @@ LABELLED = (
     ("request_refused", "Error answers by code.", ("refused",), "code"),
     ("request_deadlines", "Plans with a deadline, by outcome.", ("deadlines",), "outcome"),
     ("energy_joules", "Energy of the plans by power rail.", ("energy", "joules"), "rail"),
-    ("prefix_cache_evictions", "Boundaries dropped for lack of memory.", ("reuse", "evicted"), "kind"),
+    ("prefix_cache_evictions", "Boundaries evicted.", ("reuse", "evicted"), "kind"),
 )
 GAUGES = (
     ("num_requests_running", "Plans that run.", "running"),
