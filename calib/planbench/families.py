@@ -45,8 +45,8 @@ def plain(make: World_maker) -> Callable[[Random, bool], Draft]:
     """Make a family of plain planning tasks on the scenes of one world."""
 
     def draft(rng: Random, held: bool) -> Draft:
-        scene = _plannable(make(rng, held))
-        return _finish(rng, held, scene)
+        scene = plannable(make(rng, held))
+        return planned(rng, held, scene)
 
     return draft
 
@@ -55,7 +55,16 @@ def replanning(rng: Random, held: bool) -> Draft:
     """Draw a task whose plan failed on the way: the prompt gives the history and the feedback, and
     the rest is to be planned.
     """
-    scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
+    scene = plannable(rng.choice((tabletop, mobile, household))(rng, held))
+    return interrupted(rng, held, scene)
+
+
+def interrupted(rng: Random, held: bool, scene: Scene) -> Draft:
+    """The task of going on after a step of a scene's plan failed.
+
+    Raises:
+        Rejected: the plan has no step that can fail.
+    """
     steps = plan_steps(scene)
     moves = [i for i, s in enumerate(steps) if s.skill in ("pick", "place") and i < 6]
     if not moves:
@@ -64,12 +73,12 @@ def replanning(rng: Random, held: bool) -> Draft:
     world = World(scene)
     for step in steps[:last]:
         world.apply(step)
-    after, feedback = _fail(rng, world, steps[last])
+    after, feedback = failed(rng, world, steps[last])
     wording = draw_wording(rng, scene.goals, held)
     objects = frozenset(name for name, _ in scene.objects)
     request = f"Request: {wording.render(scene.goals, objects)}"
     prompt = "\n".join([scene_text(scene), request, history_text(steps[: last + 1], feedback)])
-    traces = plan_traces(_plannable(after))
+    traces = plan_traces(plannable(after))
     rest = [step for trace in traces for step in trace.steps]
     return Draft(
         prompt,
@@ -85,7 +94,7 @@ def infeasible(rng: Random, held: bool) -> Draft:
     """Draw a task whose request names a missing object or place, an ambiguous object, or something
     behind a lock.
     """
-    scene = _plannable(rng.choice((tabletop, mobile, household))(rng, held))
+    scene = plannable(rng.choice((tabletop, mobile, household))(rng, held))
     index = rng.choice([i for i, g in enumerate(scene.goals) if g.kind == "at"])
     spoil = rng.choice((_missing_object, _missing_place, _ambiguous, _locked))
     spoiled, fact, question = spoil(rng, held, scene, index)
@@ -108,7 +117,8 @@ DRAFTS: dict[str, Callable[[Random, bool], Draft]] = {
 """Family name -> how a task of it is drawn."""
 
 
-def _finish(rng: Random, held: bool, scene: Scene) -> Draft:
+def planned(rng: Random, held: bool, scene: Scene) -> Draft:
+    """The task of reaching a scene's goals from its beginning."""
     wording = draw_wording(rng, scene.goals, held)
     objects = frozenset(name for name, _ in scene.objects)
     prompt = f"{scene_text(scene)}\nRequest: {wording.render(scene.goals, objects)}"
@@ -124,7 +134,12 @@ def _finish(rng: Random, held: bool, scene: Scene) -> Draft:
     )
 
 
-def _plannable(scene: Scene) -> Scene:
+def plannable(scene: Scene) -> Scene:
+    """Return a scene whose canonical plan has a suitable length.
+
+    Raises:
+        Rejected: it has not.
+    """
     try:
         count = len(plan_steps(scene))
     except Unplannable as error:
@@ -134,7 +149,7 @@ def _plannable(scene: Scene) -> Scene:
     return scene
 
 
-def _fail(rng: Random, world: World, step: PlanStep) -> tuple[Scene, str]:
+def failed(rng: Random, world: World, step: PlanStep) -> tuple[Scene, str]:
     """Return the scene after a failed step, and the robot's feedback."""
     thing = step.args["object"]
     robot = world.scene.robots[0]

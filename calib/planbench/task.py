@@ -54,7 +54,7 @@ def sample(family: str, seed: int | str, split: Split) -> Task:
         except Rejected:
             continue
         if held_out(goal_key(draft.request_goals), 4) == held:
-            return _task(f"{family}/{seed}", family, split, draft)
+            return task_of(f"{family}/{seed}", family, split, draft)
 
 
 def heldout(count: int) -> list[Task]:
@@ -108,7 +108,8 @@ def task_from_line(line: str) -> Task:
     )
 
 
-def _task(name: str, family: str, split: Split, draft: Draft) -> Task:
+def task_of(name: str, family: str, split: Split, draft: Draft) -> Task:
+    """Give a drawn task its name."""
     messages = (("system", SYSTEM), ("user", draft.prompt))
     key = goal_key(draft.request_goals)
     return Task(

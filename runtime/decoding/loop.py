@@ -23,7 +23,7 @@ from thor_dflash.runtime.decoding.block import (
     Sampling,
 )
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import Proposer
+from thor_dflash.runtime.decoding.proposers import Proposal, Proposer
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.text.thinking import Marks
@@ -112,7 +112,7 @@ def _chunks(
     meter.prompt_done()
     while True:
         block = _shape(model, request, progress)
-        block, record, drafted = _step(model, request, progress, block)
+        block, record, proposal = _step(model, request, progress, block)
         count = min([record.count, *(p.judge(progress, block, record) for p in request.policies)])
         if count == 0:
             yield TokenChunk((), "grammar_dead_end")
@@ -125,7 +125,7 @@ def _chunks(
             len(progress.tokens), tokens, request.stop, request.max_tokens
         )
         closed = progress.commit(tokens)
-        meter.cycle(block, record, count, drafted)
+        meter.cycle(block, record, count, proposal.drafted, proposal.source)
         if closed:
             meter.closed(block, record, called=progress.called)
         meter.answered(progress.answer_tokens)
@@ -175,15 +175,15 @@ def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress)
 
 def _step(
     model: ModelRunner, request: DecodeRequest, progress: DecodeProgress, block: Block
-) -> tuple[Block, Record, int]:
-    """Run one step; return the block as verified, its record, and the number of drafted rows."""
+) -> tuple[Block, Record, Proposal]:
+    """Run one step; return the block as verified, its record, and what was proposed."""
     proposal = request.proposer.propose(model, progress, block)
     before = proposal.calls
     if block.look is not None:
         block, before = _look(model, block, block.look, before), ()
     block = block.holding(proposal.drafted, model.block, proposal.drawn)
     after = request.proposer.observe(model, block)
-    return block, model.step(block, before, after, request.stop), proposal.drafted
+    return block, model.step(block, before, after, request.stop), proposal
 
 
 def _look(model: ModelRunner, block: Block, look: DraftInspection, before: Sequence[Call]) -> Block:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
+from thor_dflash.core.results import DraftSource
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
@@ -25,6 +26,7 @@ class Proposal:
     """So many of the first drafts were drawn, for rejection, from distributions that the calls
     leave in `draft.candidates` and `draft.scores` (operator `sample`). Any other draft is a point
     mass: it is accepted if the target's own draw equals it."""
+    source: DraftSource = "drafter"
 
 
 class Proposer(Protocol):
@@ -110,7 +112,10 @@ class DflashDrafter:
         return Proposal(drafts, (model.call("propose"), draw), drafts * block.rejection)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
-        return (model.call("observe"),) if block.draft else ()
+        if not block.draft:
+            return ()
+        model.catch_up()  # another proposer may have drafted
+        return (model.call("observe"),)
 
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         if not block.draft:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from thor_dflash.core.results import Speculation, Timings, Usage, rate
+from thor_dflash.core.results import DraftCounts, DraftSource, Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason, Sampling
 
@@ -54,6 +54,17 @@ class BlockNote:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockDrafts:
+    """The drafts of one block."""
+
+    source: DraftSource
+    drafted: int
+    """Tokens; without forced ids."""
+    accepted: int
+    """Of them, those that were committed."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReuseReport:
     """What one request reused."""
 
@@ -95,6 +106,8 @@ class RequestReport:
     """How its thinking ended; empty if it did not."""
     notes: tuple[BlockNote, ...]
     """Ordered by first cycle. Blocks without a note were full width, drafted and exact."""
+    drafts: tuple[BlockDrafts, ...] = ()
+    """Of every block, in order."""
     reuse: ReuseReport = NO_REUSE
     sampling: Sampling | None = None
     """How its tokens were drawn, with the seed; None: greedy."""
@@ -126,6 +139,7 @@ class RequestMeter:
     parts: dict[BlockPhase, PhaseTotals] = field(default_factory=dict[BlockPhase, PhaseTotals])
     close: CloseKind = ""
     notes: dict[Reason, list[BlockNote]] = field(default_factory=dict[Reason, list[BlockNote]])
+    drafts: list[BlockDrafts] = field(default_factory=list[BlockDrafts])
 
     def __post_init__(self) -> None:
         self.hist = [0] * self.block
@@ -135,8 +149,17 @@ class RequestMeter:
         """Note that the prefill has ended."""
         self.prefilled = self.last = time.perf_counter()
 
-    def cycle(self, block: Block, record: Record, count: int, drafted: int) -> None:
-        """Count a committed block, `drafted` rows of which held a draft or a forced id instead."""
+    def cycle(
+        self,
+        block: Block,
+        record: Record,
+        count: int,
+        drafted: int,
+        source: DraftSource = "drafter",
+    ) -> None:
+        """Count a committed block, `drafted` rows of which held a draft of this source or a forced
+        id instead.
+        """
         now = time.perf_counter()
         forced = [token >= 0 for token in block.forced]
         free = [not f for f in forced] + [True] * (self.block - len(forced))
@@ -149,6 +172,7 @@ class RequestMeter:
                 self._note(reason)
         part = PhaseTotals(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
         self.parts[block.phase] = self.parts.get(block.phase, PhaseTotals()).plus(part)
+        self.drafts.append(BlockDrafts(source, drafts, accepted))
         self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts
@@ -171,6 +195,14 @@ class RequestMeter:
         """Note that `tokens` of the answer are committed, those of the last block included."""
         if tokens and not self.first_answer:
             self.first_answer = self.last
+
+    def _sources(self) -> dict[DraftSource, DraftCounts]:
+        found: dict[DraftSource, DraftCounts] = {}
+        for one in self.drafts:
+            if one.drafted:
+                counts = DraftCounts(1, one.drafted, one.accepted)
+                found[one.source] = found.get(one.source, DraftCounts()).plus(counts)
+        return found
 
     def report(
         self,
@@ -217,10 +249,12 @@ class RequestMeter:
                 forced=self.forced,
                 accept_hist=tuple(self.hist),
                 accepted_per_position=tuple(self.by_position),
+                sources=self._sources(),
             ),
             phases=self.parts,
             close=self.close,
             reuse=self.reuse,
             sampling=self.sampling,
+            drafts=tuple(self.drafts),
             notes=tuple(sorted(chain(*self.notes.values()), key=lambda note: note.cycle)),
         )

@@ -5,7 +5,12 @@ the command line, in a profile and on the wire.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+DraftSource = Literal["drafter", "drafts", "session", "prompt", "output"]
+"""Where a draft comes from: the package's drafter, or a text: given with the request, an earlier
+answer of the session, the prompt, or the output so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,25 @@ class Timings:
     draw of the board; None if the machine has no readable power sensors."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafts of one source."""
+
+    blocks: int = 0
+    drafted: int = 0
+    """Tokens; without forced ids."""
+    accepted: int = 0
+    """Of them, those that were committed."""
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        """The sum of both."""
+        return DraftCounts(
+            self.blocks + other.blocks,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """Statistics of one request's speculative decoding. R: rows of a block."""
@@ -62,6 +86,10 @@ class Speculation:
     """[R] number of cycles that committed 1, 2, ... R tokens."""
     accepted_per_position: tuple[int, ...] = ()
     """[R - 1] how often the draft at this position was committed."""
+    sources: Mapping[DraftSource, DraftCounts] = field(
+        default_factory=dict[DraftSource, DraftCounts]
+    )
+    """Where the drafts came from."""
 
 
 def rate(tokens: int, decode_ms: float) -> float:
