@@ -43,8 +43,8 @@ def _pair(change: Change, seed: int) -> Again:
         except Rejected:
             continue
         name = f"again/{change}/{seed}"
-        tasks = (task_of(f"{name}/{n}", change, "heldout", d) for n, d in enumerate((before, after)))
-        return Again(change, *tasks)
+        first = task_of(f"{name}/0", change, "heldout", before)
+        return Again(change, first, task_of(f"{name}/1", change, "heldout", after))
 
 
 def _changed(change: Change, rng: Random, words: int, scene: Scene) -> Draft:

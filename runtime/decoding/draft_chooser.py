@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from thor_dflash.core.results import DraftSource
 from thor_dflash.plugins.accept.record import STRICT
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
-from thor_dflash.runtime.decoding.lookup import NO_TEXTS, LookupDraft, LookupIndex, LookupTexts, LookupWay
+from thor_dflash.runtime.decoding.lookup import (
+    NO_TEXTS,
+    LookupDraft,
+    LookupIndex,
+    LookupTexts,
+    LookupWay,
+)
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import Proposal, Proposer
 from thor_dflash.runtime.engines.protocol import Call
@@ -120,9 +126,9 @@ class DraftChooser:
         run = self._started()
         self._learn(run, progress)
         run.drafts, run.drafter = [], False
-        room = model.block - 1 - len(block.forced)
-        if room > 0 and block.relaxed.rule == STRICT:
-            found = run.index.drafts(block.forced, room)
+        free = model.block - 1 - len(block.forced)
+        if free > 0 and block.relaxed.rule == STRICT:
+            found = run.index.drafts(block.forced, free)
             run.drafts = sorted(found, key=run.worth.of, reverse=True)
         best = run.drafts[0] if run.drafts else None
         if best is None or (block.draft and run.worth.of(best) < run.worth.drafter):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thor_dflash.core.results import DraftSource
-from thor_dflash.runtime.decoding.suffix_automaton import SuffixAutomaton
+from thor_dflash.runtime.decoding.suffix_automaton import NO_MATCH, SuffixAutomaton
 
 LookupWay = Literal["follow", "jump", "over"]
 """How a draft goes on: the place in the text goes on from the last one, is another one, or is the
@@ -64,6 +64,10 @@ class LookupIndex:
         self._automaton = SuffixAutomaton()
         self._starts: list[int] = []
         self._sources: list[DraftSource] = []
+        self._full = False
+        """The output is longer than the part of it that is searched."""
+        self._match = NO_MATCH
+        """Its match, once it is."""
         self._next = -1
         """Where the output is followed: index of the token expected next; -1: nowhere."""
         self._run = 0
@@ -75,7 +79,11 @@ class LookupIndex:
             self._add("drafts", text)
         self._add("prompt", prompt[-PROMPT:])
         self._begin("output")
-        self._room = len(self._automaton) + OUTPUT
+        self._limit = len(self._automaton) + OUTPUT
+
+    def __len__(self) -> int:
+        """Tokens that are searched, and one between two texts."""
+        return len(self._automaton)
 
     def _begin(self, source: DraftSource) -> None:
         self._starts.append(len(self._automaton))
@@ -91,11 +99,15 @@ class LookupIndex:
 
     def commit(self, tokens: Sequence[int], followed: LookupDraft | None) -> None:
         """Append output. `followed`: the draft for these tokens whose place is kept."""
-        fits = self._room - len(self._automaton)
         self._next = -1
         if followed is not None:
             self._follow(tokens, followed)
+        fits = max(0, self._limit - len(self))
         self._automaton.extend(tokens[:fits])
+        if fits < len(tokens):
+            before = self._match if self._full else self._automaton.match
+            self._match = self._automaton.follow(before, tokens[fits:])
+            self._full = True
 
     def _follow(self, tokens: Sequence[int], draft: LookupDraft) -> None:
         """Keep the place of a draft if at most one token differed."""
@@ -111,7 +123,7 @@ class LookupIndex:
         the longest match, and what follows where the last draft was.
         """
         found = self._automaton
-        match = found.match
+        match = self._match if self._full else found.match
         if forced:
             match, self._next = found.follow(match, forced), -1
         drafts: list[LookupDraft] = []

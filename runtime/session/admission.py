@@ -23,6 +23,8 @@ from thor_dflash.core.message_text import show
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.accept.record import LOG_MARGIN, PROBABILITY_DELTA
 from thor_dflash.runtime.decoding.block import AcceptRule, Policy, Sampling
+from thor_dflash.runtime.decoding.draft_chooser import DraftChooser
+from thor_dflash.runtime.decoding.lookup import LookupTexts
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
@@ -34,6 +36,7 @@ from thor_dflash.runtime.policies.limits import TokenLimit
 from thor_dflash.runtime.policies.relaxed_acceptance import RelaxedThinking
 from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationGate, StepCosts
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
+from thor_dflash.runtime.session.recent_answers import RecentAnswers
 from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation, Lease
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
@@ -51,7 +54,10 @@ class Request:
     max_answer: int | None = None
     """Of the answer, not counting the thinking before it; None: as max_tokens."""
     stop: frozenset[int] = frozenset()
-    drafter: Literal["dflash", "none"] = "dflash"
+    drafter: Literal["auto", "dflash", "lookup", "none"] = "dflash"
+    """auto: the package's drafter, if it has one, and lookup."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """Texts that the answer after the thinking may repeat; only for lookup."""
     grammar: Grammar | None = None
     """Constrains the answer after the thinking; made by Session.grammar."""
     tools: ToolUse | None = None
@@ -157,8 +163,12 @@ class Admission:
     between requests.
     """
 
-    def __init__(self, model: ModelRunner, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: ModelRunner, tokenizer: Tokenizer | None, answers: RecentAnswers
+    ) -> None:
+        """`answers`: those of earlier requests, by conversation."""
         self._model = model
+        self._answers = answers
         self._tokenizer = tokenizer
         self._costs = StepCosts()
         self._messages: dict[str, tuple[int, ...]] = {}
@@ -239,8 +249,33 @@ class Admission:
         return marks
 
     def _proposer(self, request: Request) -> Proposer:
-        if request.drafter == "none":
-            got = "drafter none" if self._model.manifest.drafter else "a package without a drafter"
+        drafter = self._drafter(request)
+        if request.drafter not in ("auto", "lookup"):
+            if request.drafts:
+                raise RequestError(
+                    f"drafts must go with drafter auto or lookup (got {request.drafter})"
+                )
+            return drafter
+        return DraftChooser(drafter, request.prompt, self._texts(request))
+
+    def _texts(self, request: Request) -> LookupTexts:
+        vocab = self._model.manifest.target.vocab
+        for i, ids in enumerate(request.drafts):
+            if wrong := [token for token in ids if not 0 <= token < vocab]:
+                raise RequestError(f"drafts[{i}] must be ids 0 to {vocab - 1} (got {wrong[0]})")
+        lead = request.prompt[-2:]
+        if self._tokenizer is not None and self._tokenizer.marks is not None:
+            lead = tuple(self._tokenizer.encode(f"{END_THINK}\n\n"))
+        session = request.conversation.key if request.conversation.session else ""
+        return LookupTexts(
+            session=self._answers.of(session) if session else (),
+            drafts=tuple((*lead, *ids) for ids in request.drafts),
+        )
+
+    def _drafter(self, request: Request) -> Proposer:
+        without = self._model.manifest.drafter is None
+        if request.drafter in ("none", "lookup") or (request.drafter == "auto" and without):
+            got = "a package without a drafter" if without else f"drafter {request.drafter}"
             for name, used in (
                 ("accept relaxed", request.relaxed is not None),
                 ("gate on", request.gate),

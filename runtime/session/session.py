@@ -35,6 +35,7 @@ from thor_dflash.runtime.session.admission import (
     resolve_sampling,
 )
 from thor_dflash.runtime.session.prefix_cache import PrefixCache
+from thor_dflash.runtime.session.recent_answers import RecentAnswers
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
@@ -64,7 +65,9 @@ class Session:
         self.turns = TurnCache(model)
         """States of earlier prompts that requests continue from, kept automatically."""
         self._grammars: Grammars | None = None
-        self._admission = Admission(model, tokenizer)
+        self.answers = RecentAnswers()
+        """Answers of earlier requests, by conversation, if they name one."""
+        self._admission = Admission(model, tokenizer, self.answers)
         self._report: RequestReport | None = None
 
     @property
@@ -240,6 +243,8 @@ class Session:
             raise
         finally:
             busy, meter.reuse = self._busy(), start.report
+            if start.conversation.session:
+                self.answers.keep(start.conversation.key, request.prompt, progress.tokens)
             self._report = meter.report(finish, progress, emitted, busy)
 
     def _busy(self) -> Mapping[str, float] | None:

@@ -42,6 +42,11 @@ class Conversation:
     session: str = ""
     """Its name, if it has one: a hint which boundaries will not be continued."""
 
+    @property
+    def key(self) -> str:
+        """Scope and name."""
+        return f"{self.scope}\0{self.session}"
+
 
 NO_CONVERSATION = Conversation()
 
@@ -158,7 +163,7 @@ class TurnCache:
             found = [
                 kept
                 for digest, kept in self._kept.items()
-                if kept.session == _name(conversation) and not kept.ended and digest not in leased
+                if kept.session == conversation.key and not kept.ended and digest not in leased
             ]
             for kept in found:
                 kept.ended = True
@@ -264,7 +269,7 @@ class TurnCache:
         """Save what boundaries need of the chunks that a request is about to overwrite."""
         log, chunk = self.model.state.log, self.model.chunk
         if conversation.session:
-            own = [k for k in self._kept.values() if k.session == _name(conversation)]
+            own = [k for k in self._kept.values() if k.session == conversation.key]
             self._drop([kept for kept in own if not _one_prompt(kept.chain, chain)])
         same = next((i for i, d in enumerate(chain) if not log.holds(i, d)), len(chain))
         lost = range(same, min(len(log.chunks), -(-rows // chunk) + 1))
@@ -309,7 +314,7 @@ class TurnCache:
         time that it took, ms."""
         began, chain = time.perf_counter(), prompt.chunks[:chunks]
         log, pages = self.model.state.log, self.layout()
-        session = "" if kind == "system" else _name(conversation)
+        session = "" if kind == "system" else conversation.key
         if not chain or not all(log.holds(i, d) for i, d in enumerate(chain)):
             return 0.0
         if old := self._kept.get(chain[-1]):
@@ -389,10 +394,6 @@ class TurnCache:
         if any(digest in self._evicted for digest in chain):
             return "evicted"
         return "diverged" if self._kept else "first"
-
-
-def _name(conversation: Conversation) -> str:
-    return f"{conversation.scope}\0{conversation.session}"
 
 
 def _one_prompt(one: Sequence[Digest], other: Sequence[Digest]) -> bool:

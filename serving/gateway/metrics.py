@@ -38,6 +38,11 @@ COUNTERS = (
     ("thinking_tokens", "Thinking tokens.", "tokens", "thinking"),
     ("energy_seconds", "Time over which the energy was measured.", "energy", "seconds"),
 )
+SOURCES = (
+    ("spec_decode_num_drafts_by_source", "Verify cycles, by where drafts came from.", "blocks"),
+    ("spec_decode_num_draft_tokens_by_source", "Tokens drafted, by source.", "drafted"),
+    ("spec_decode_num_accepted_tokens_by_source", "Drafts accepted, by source.", "accepted"),
+)
 LABELLED = (
     ("request_success", "Plans by finish reason.", ("finished",), "finished_reason"),
     ("request_refused", "Error answers by code.", ("refused",), "code"),
@@ -153,6 +158,8 @@ def _families() -> Iterator[_Family]:
         CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos",
         "Drafts accepted, by place in the block.", _positions, ("position",),
     )  # fmt: skip
+    for name, text, key in SOURCES:
+        yield _Family(CounterMetricFamily, name, text, partial(_sources, key), ("source",))
     for name, text, key in GAUGES:
         yield _Family(GaugeMetricFamily, name, text, partial(_now, key))
     for name, key in LATENCIES:
@@ -183,6 +190,11 @@ def _each(path: tuple[str, ...], stats: Stats) -> Iterable[Sample]:
 def _positions(stats: Stats) -> Iterable[Sample]:
     counts: list[int] = _at(stats, "spec", "accepted_per_position")
     return (((str(position),), count) for position, count in enumerate(counts))
+
+
+def _sources(key: str, stats: Stats) -> Iterable[Sample]:
+    found: dict[str, dict[str, int]] = _at(stats, "spec", "sources")
+    return (((source,), counts[key]) for source, counts in found.items())
 
 
 def _now(key: str, stats: Stats) -> Iterable[Sample]:

@@ -111,6 +111,20 @@ class JsonSchemaFormat(
     json_schema: wire.SchemaWrapper
 
 
+class Prediction(Struct, frozen=True, forbid_unknown_fields=True):
+    """A text that the answer may repeat."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
@@ -140,6 +154,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_effort: wire.Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """`enable_thinking` is the same as `thinking`; the server knows the others."""
+    prediction: Prediction | None = None
     prompt_cache_key: str | None = None
     """A name of the conversation."""
     seed: int | None = None
@@ -271,6 +286,7 @@ def plan_request(request: ChatRequest, caller: Caller = NOBODY) -> wire.PlanRequ
         "preempt": "same_session" if request.session else "none",
         "priority": request.priority,
         "prefix_id": request.prefix_id,
+        "drafts": request.prediction.text if request.prediction else None,
         "forced_answer": _forced(request.forced_answer),
         "forced_accept": request.forced_accept,
         "skills": request.skills,

@@ -14,7 +14,7 @@ from typing import Any
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.message_text import show
-from thor_dflash.core.results import Speculation, Timings, Usage, rate
+from thor_dflash.core.results import DraftCounts, Speculation, Timings, Usage, rate
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE
 from thor_dflash.runtime.grammar.tools import ToolUse, call_grammar
 from thor_dflash.runtime.text.thinking import TextPiece
@@ -69,6 +69,7 @@ def _spec(tokens: int) -> Speculation:
         drafted=(PER_CYCLE - 1) * cycles,
         accepted=tokens - cycles,
         accept_len=tokens / cycles if cycles else 0.0,
+        sources={"drafter": DraftCounts(cycles, (PER_CYCLE - 1) * cycles, tokens - cycles)},
         accept_hist=tuple(sizes.count(size) for size in range(1, PER_CYCLE + 1)),
         accepted_per_position=tuple(
             sum(size > place for size in sizes) for place in range(1, PER_CYCLE)

@@ -88,7 +88,12 @@ class SessionBackend:
         self._log = log
         self._store = store
         self._skipped: tuple[str, ...] = ()
+        if config.drafter == "dflash" and session.manifest.drafter is None:
+            raise RequestError(
+                "serve.drafter must not be dflash for a package without a drafter (got dflash)"
+            )
         session.prefixes.budget = config.prefix_mb << 20
+        session.answers.each = config.recent_answers
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
         self._encoder = PromptEncoder(session.tokenizer)
@@ -134,7 +139,8 @@ class SessionBackend:
             prefill_chunk=self.session.model.chunk,
             features=(
                 *FEATURES,
-                *(("relaxed_thinking",) if m.drafter else ()),
+                *(("relaxed_thinking",) if self._relaxes else ()),
+                *(("drafts",) if self._lookup else ()),
                 *(("persist",) if self._store else ()),
                 *(("tools",) if self.tokenizer.takes_tools else ()),
                 *(("forced",) if self.config.allow_forced else ()),
@@ -200,7 +206,8 @@ class SessionBackend:
             max_tokens=budget + reply,
             max_answer=max_tokens,
             stop=frozenset(self.session.manifest.stop_tokens),
-            drafter=self.session.drafter,
+            drafter=self.config.drafter,
+            drafts=self._drafts(ask),
             grammar=grammar,
             tools=use,
             conversation=conversation,
@@ -230,6 +237,18 @@ class SessionBackend:
             ),
         )
 
+    def _drafts(self, ask: wire.PlanRequest) -> tuple[tuple[int, ...], ...]:
+        given = ask.drafts or ()
+        if given and not self._lookup:
+            rule = f"left out, as serve.drafter is {self.config.drafter}"
+            raise bad_request(f"drafts must be {rule} (got {show(given)})", "drafts")
+        texts = (given,) if isinstance(given, str) else given
+        return tuple(self._encode(text, "drafts").ids for text in texts)
+
+    @property
+    def _lookup(self) -> bool:
+        return self.config.drafter in ("auto", "lookup")
+
     def _forcing(
         self, request: Request, ask: wire.PlanRequest, encoded: EncodedPrompt, *, thinking: bool
     ) -> Request:
@@ -249,7 +268,7 @@ class SessionBackend:
             prompt=request.prompt,
             max_tokens=len(ids),
             stop=request.stop,
-            drafter=request.drafter,
+            drafter=self.session.drafter,
             conversation=request.conversation,
             forced=ForcedAnswer(ids, ask.forced_accept),
         )
@@ -270,11 +289,20 @@ class SessionBackend:
         scopes = {"off": (), "all": (), "client": (scope, ask.cache_scope or "")}
         found = scopes.get(kind, (scope, ask.cache_scope or "", name))
         boundaries = () if kind == "off" else encoded.boundaries
+        # Without a name nothing of the turn is kept.
+        name = "" if kind == "off" else name
         return Conversation(boundaries=boundaries, scope=json.dumps(found), session=name)
 
+    @property
+    def _relaxes(self) -> bool:
+        return self.session.manifest.drafter is not None and self.config.drafter in (
+            "auto",
+            "dflash",
+        )
+
     def _check_mode(self, ask: wire.PlanRequest) -> None:
-        if ask.accept_mode == "relaxed_thinking" and self.session.manifest.drafter is None:
-            text = "accept_mode must be exact, the package has no drafter (got relaxed_thinking)"
+        if ask.accept_mode == "relaxed_thinking" and not self._relaxes:
+            text = "accept_mode must be exact, there is no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
     def _grammar(self, rule: AnswerRule) -> Grammar | None:
@@ -487,7 +515,9 @@ class SessionBackend:
 
     def drop_session(self, request: wire.SessionDrop, scope: str = "") -> int:
         named = wire.PlanRequest(session=request.session, cache_scope=request.cache_scope)
-        return self.session.turns.drop(self._conversation(NO_PROMPT, named, scope))
+        conversation = self._conversation(NO_PROMPT, named, scope)
+        self.session.answers.drop(conversation.key)
+        return self.session.turns.drop(conversation)
 
     def idle(self, stopped: Callable[[], bool]) -> float | None:
         answered, self._answered = self._answered, None

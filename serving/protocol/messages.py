@@ -121,6 +121,9 @@ class PlanRequest(_Request, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
     stop: str | tuple[str, ...] | None = None
+    drafts: str | tuple[str, ...] | None = None
+    """Texts that the answer after the thinking may repeat, such as the plan before it. They change
+    how fast, never what."""
     forced_answer: Message | None = None
     """An assistant's message to commit as the answer, whatever the model would choose."""
     forced_accept: Annotated[float, Meta(ge=1, le=1024)] | None = None

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from thor_dflash.core.results import DraftCounts
 from thor_dflash.serving.protocol import messages
 
 
@@ -135,6 +136,8 @@ class SpeculationCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     drafted: int = 0
     accepted: int = 0
     forced: int = 0
+    sources: dict[str, DraftCounts] = field(default_factory=dict[str, DraftCounts])
+    """Where the drafts came from."""
 
 
 class Percentiles(Struct, frozen=True, kw_only=True):

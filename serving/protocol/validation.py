@@ -18,6 +18,7 @@ from thor_dflash.serving.protocol.codec import check_plain, convert
 from thor_dflash.serving.protocol.errors import bad_request
 
 METADATA_BYTES = 1 << 10
+MAX_DRAFTS = 16
 ONE_OF_TWO = "prompt or messages must be given, and one of them only"
 
 
@@ -34,6 +35,7 @@ def check(request: wire.PlanRequest) -> None:
     if request.stream is True:
         raise bad_request("stream must be false, steps, text or all (got true)", "stream")
     _check_sampling(request)
+    _check_drafts(request.drafts)
     both = request.thinking_budget is not None and request.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
@@ -94,6 +96,14 @@ def check_deadline_and_session(request: wire.PlanRequest) -> None:
     """
     given = {"deadline_ms": request.deadline_ms, "session": request.session}
     convert(given, wire.PlanRequest)
+
+
+def _check_drafts(drafts: str | tuple[str, ...] | None) -> None:
+    convert({"drafts": drafts}, wire.PlanRequest)  # a program in this process skips the decoding
+    if isinstance(drafts, tuple) and len(drafts) > MAX_DRAFTS:
+        raise bad_request(
+            f"drafts must be at most {MAX_DRAFTS} texts (got {len(drafts)})", "drafts"
+        )
 
 
 def _check_sampling(request: wire.PlanRequest) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.results import Timings
+from thor_dflash.core.results import DraftCounts, DraftSource, Timings
 from thor_dflash.serving.protocol import messages
 
 WINDOW = 256
@@ -54,6 +54,8 @@ class Stats:
     tokens: Counter[str] = field(default_factory=Counter[str])
     """Tokens by kind, as in `Usage`."""
     spec: Counter[str] = field(default_factory=Counter[str])
+    sources: dict[DraftSource, DraftCounts] = field(default_factory=dict[DraftSource, DraftCounts])
+    """Drafts by where they came from."""
     per_position: Counter[int] = field(default_factory=Counter[int])
     deadlines: Counter[str] = field(default_factory=Counter[str])
     """Plans with a deadline: met, missed or refused as infeasible."""
@@ -76,6 +78,8 @@ class Stats:
         if (spec := result.spec) is not None:
             for name in ("cycles", "drafted", "accepted", "forced"):
                 self.spec[name] += getattr(spec, name)
+            for source, counts in spec.sources.items():
+                self.sources[source] = self.sources.get(source, DraftCounts()).plus(counts)
             self.per_position.update(dict(enumerate(spec.accepted_per_position)))
         if result.timings is not None:
             self._times(result, result.timings)
@@ -124,6 +128,7 @@ class Stats:
             "tokens": dict(self.tokens),
             "spec": {
                 **self.spec,
+                "sources": {name: asdict(counts) for name, counts in self.sources.items()},
                 "accepted_per_position": [self.per_position[i] for i in positions],
             },
             "percentiles": {

@@ -92,6 +92,7 @@ class Report:
     close: str = "natural"
     sampling: Sampling | None = DRAWN
     notes: tuple[Usage, ...] = (USAGE,)
+    drafts: tuple[Usage, ...] = ()
 
 
 @dataclass
@@ -167,7 +168,7 @@ def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixtur
     request = session.requests[0]
     assert session.tokenizer
     assert request.prompt == tuple(session.tokenizer.encode("hi|<think>"))
-    assert (request.max_answer, request.stop, request.drafter) == (9, {271, 272}, "dflash")
+    assert (request.max_answer, request.stop, request.drafter) == (9, {271, 272}, "auto")
     assert session.closed
 
 
@@ -178,7 +179,7 @@ def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]
     assert out.count("\n") == 1
     got = json.loads(out)
     keys = ["tokens", "text", "plan", "thinking", "finish_reason", "seed", "acceptance", "usage"]
-    assert list(got) == [*keys, "spec", "timings", "phases", "close_kind", "notes"]
+    assert list(got) == [*keys, "spec", "timings", "phases", "close_kind", "notes", "drafts"]
     assert (got["seed"], got["acceptance"]) == (7, "rejection")
     assert session.tokenizer
     assert got["tokens"] == session.tokenizer.encode(session.answer)

@@ -71,6 +71,7 @@ TOKENS = ("--tokens FILE.json", "a JSON list of token ids")
 PLAN_FORMATS = ("json_steps", "bt_cpp_xml", "pddl_plan", "nav2_waypoints")
 """Those of the protocol, whose import would make --help slow."""
 SOURCES = "- reads standard input, @FILE a file"
+DRAFT = f"text that the answer may repeat, as the plan before it (repeatable); {SOURCES}"
 REPORT = ("--json", "print the report as JSON")
 
 
@@ -132,6 +133,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _add(source, *MESSAGES)
     _add(source, "--tokens FILE.json", "the prompt as a JSON list of token ids")
     _add(sub, "--schema FILE.json", "JSON schema that the answer after the thinking must obey")
+    _add(sub, "--draft TEXT", DRAFT, action="append")
     _settings(
         sub, "decode.drafter", "decode.max_tokens", "decode.thinking", "decode.preserve_thinking",
         "decode.ignore_eos", "decode.budget.tokens", "decode.budget.close", "decode.budget.effort",
@@ -290,6 +292,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(rule, "--skills FILE", "the robot's skills, of which the server makes what the plan must "
          "obey: a .yaml, .toml or .json file")  # fmt: skip
     _plan_format(sub)
+    _add(sub, "--draft TEXT", DRAFT, action="append")
     _add(sub, "--thinking", "auto: if the deadline leaves time (default: the server's)",
          choices=("on", "off", "auto"))  # fmt: skip
     _add(sub, "--max-tokens N", "longest plan, thinking not counted (default: the server's)")

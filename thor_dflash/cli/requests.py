@@ -32,6 +32,8 @@ class PromptOptions:
     tokens: tuple[int, ...] | None
     schema: dict[str, Any] | None = None
     """JSON schema of the answer after the thinking."""
+    drafts: tuple[str, ...] = ()
+    """Texts that the answer after the thinking may repeat."""
     _prompt: tuple[int, ...] | None = None
 
     def prompt(self, package: PackageText, decode: DecodeConfig) -> tuple[int, ...]:
@@ -58,6 +60,8 @@ class PromptOptions:
         """
         prompt = self.prompt(session.package_text, config.decode)
         request = _request(prompt, session, config)
+        if self.drafts:
+            request = replace(request, drafts=_encoded(self.drafts, session))
         if self.schema is None:
             return request
         with progress.task("compiling the schema"):
@@ -83,7 +87,16 @@ def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
         raise ConfigError(
             "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
         )
-    return PromptOptions(_messages(args), tokens, schema)
+    drafts = tuple(input_files.read_prompt("--draft", text) for text in args.draft or ())
+    if drafts and config.drafter not in ("auto", "lookup"):
+        raise ConfigError(f"--draft must go with --drafter auto or lookup (got {config.drafter})")
+    return PromptOptions(_messages(args), tokens, schema, drafts)
+
+
+def _encoded(texts: tuple[str, ...], session: Session) -> tuple[tuple[int, ...], ...]:
+    if session.tokenizer is None:
+        raise RequestError("--draft must go with a package that has a tokenizer (got one without)")
+    return tuple(tuple(session.tokenizer.encode(text)) for text in texts)
 
 
 def unbounded_notes(request: Request) -> list[str]:
@@ -210,7 +223,9 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
 
     has, drafter = session.manifest.drafter is not None, config.decode.drafter
     if drafter == "dflash" and not has:
-        raise RequestError("decode.drafter must be none, the package has no drafter (got dflash)")
+        raise RequestError(
+            "decode.drafter must be auto, lookup or none, the package has no drafter (got dflash)"
+        )
     stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
     answer, tokenizer = config.decode.max_tokens, session.tokenizer
     thinks = tokenizer is not None and open_at_end(tokenizer, prompt)
@@ -224,7 +239,7 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
         max_tokens=max(answer, context),
         max_answer=answer,
         stop=frozenset(stop),
-        drafter="dflash" if has and drafter != "none" else "none",
+        drafter=drafter,
         budget=budget,
         relaxed=config.decode.relaxed if config.decode.accept == "relaxed" else None,
         gate=config.decode.gate == "on",

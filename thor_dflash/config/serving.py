@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from thor_dflash.config.bounds import DAY_S, LARGEST, Count, Positive
+from thor_dflash.config.decode import Drafter
 from thor_dflash.core.errors import ConfigError
 
 DayMs = Annotated[int, Meta(ge=0, le=DAY_S * 1000)]
@@ -68,6 +69,11 @@ class ServeConfig:
     server whose slowest prefill step takes so long does not start."""
     drain_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 30.0
     """Time that accepted plans get to finish after SIGTERM. A plan of the 27B takes 10 to 20 s."""
+    drafter: Drafter = "auto"
+    """Proposer of drafts, as `decode.drafter`."""
+    recent_answers: Annotated[int, Meta(ge=0, le=64)] = 4
+    """Newest answers of a session that drafts are searched in, kept in memory for requests of the
+    same scope as `reuse`; 0: none, as with `reuse` off."""
     prefix_mb: Count = 1024
     """Memory for pinned prefixes, MiB: about four of 2000 tokens of the 27B (FP8 cache)."""
     prefix_dir: str = ""

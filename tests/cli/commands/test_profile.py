@@ -122,7 +122,7 @@ def test_a_default_of_the_package_that_is_set_is_no_other_setting(
     before = tmp_path / "before.json"
     assert profile(root, "--json") == 0
     before.write_text(capsys.readouterr().out)
-    sizes = ("engine.capacity=512", "engine.block=16", "engine.chunk=32", "decode.drafter=dflash")
+    sizes = ("engine.capacity=512", "engine.block=16", "engine.chunk=32", "decode.drafter=auto")
     words = [word for size in sizes for word in ("-s", size)]
     assert profile(root, "--compare", str(before), *words) == 0
     assert profile(root, "--compare", str(before), "-s", "engine.capacity=511") == 2

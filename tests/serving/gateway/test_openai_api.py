@@ -289,6 +289,14 @@ def test_calls_come_back_and_results_follow_their_order(content: dict[str, Any])
     ]  # fmt: skip
 
 
+def test_a_prediction_is_a_draft() -> None:
+    assert asks(prediction={"type": "content", "content": "old"}).drafts == "old"
+    parts = [{"type": "text", "text": "o"}, {"type": "text", "text": "ld"}]
+    assert asks(prediction={"type": "content", "content": parts}).drafts == "old"
+    assert asks(prediction=None).drafts is None
+    assert fault(prediction={"type": "tokens", "content": "old"}) == "prediction.type"
+
+
 def test_any_object_is_asked_for_as_a_schema() -> None:
     assert asks(response_format={"type": "json_object"}).json_schema == {"type": "object"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thor_dflash.core.errors import Code, PlanError
-from thor_dflash.core.results import Speculation, Timings
+from thor_dflash.core.results import DraftCounts, Speculation, Timings
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.server.stats import WINDOW, Stats
 
@@ -27,13 +27,18 @@ def test_speculation_is_summed() -> None:
     stats = Stats()
     for accepted in ((2, 1), (3, 0, 1)):
         spec = Speculation(
-            cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted
-        )
+            cycles=5, drafted=20, accepted=7, forced=1, accepted_per_position=accepted,
+            sources={"session": DraftCounts(2, 15, 6), "drafter": DraftCounts(3, 5, 1)},
+        )  # fmt: skip
         stats.result(messages.Result(finish_reason="stop", spec=spec))
     stats.result(messages.Result(finish_reason="stop"))
     assert stats.show()["spec"] == {
         "cycles": 10, "drafted": 40, "accepted": 14, "forced": 2,
         "accepted_per_position": [5, 1, 1],
+        "sources": {
+            "session": {"blocks": 4, "drafted": 30, "accepted": 12},
+            "drafter": {"blocks": 6, "drafted": 10, "accepted": 2},
+        },
     }  # fmt: skip
     assert stats.show()["finished"] == {"stop": 3}
 

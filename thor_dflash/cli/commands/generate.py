@@ -147,6 +147,7 @@ def _result(output: Completion, answer: Answer | None, report: RequestReport) ->
         "phases": {name: dataclasses.asdict(part) for name, part in report.phases.items()},
         "close_kind": report.close,
         "notes": [dataclasses.asdict(note) for note in report.notes],
+        "drafts": [dataclasses.asdict(one) for one in report.drafts],
     }
 
 

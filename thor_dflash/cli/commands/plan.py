@@ -67,6 +67,8 @@ def _request(args: Namespace) -> PlanRequest:
         given["skills"] = read_skills(args.skills)
     if args.messages is not None:
         given["messages"] = read_chat(args.messages)
+    if args.draft:
+        given["drafts"] = tuple(read_prompt("--draft", text) for text in args.draft)
     if args.prompt is not None:
         given["prompt"] = read_prompt("TEXT", args.prompt)
     request = codec.convert(given, PlanRequest)

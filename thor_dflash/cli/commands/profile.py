@@ -278,7 +278,7 @@ def _inside(
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
     accept = "accept_masked" if request.grammar else "accept"
-    plain = request.drafter == "none"
+    plain = request.drafter in ("lookup", "none") or session.manifest.drafter is None
     graphs = ("verify", accept) if plain else ("propose", "verify", accept, "observe")
     cubins = config.engine.cubins_directory
     return take_apart(engine, session.model, graphs, cubins, progress)

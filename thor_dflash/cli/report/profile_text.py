@@ -46,6 +46,10 @@ def table(found: Profile, base: Profile | None = None) -> str:
             "",
             f"{amount(spec.cycles, 'cycles')} of {spec.accept_len:.2f} tokens; "
             f"{spec.accepted} of {spec.drafted} drafted tokens were right",
+            *(
+                f"  {source}: {one.accepted} of {one.drafted} in {amount(one.blocks, 'blocks')}"
+                for source, one in spec.sources.items()
+            ),
             *_histogram(spec.accept_hist),
             *(f"note: {text}" for text in found.warnings),
         ]

@@ -1,0 +1,61 @@
+"""The last answers of each session, in which the drafts of its next answer are searched."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TOKENS = 1 << 18
+"""Most tokens kept, of all sessions together: 1 MiB."""
+BEFORE = 8
+"""Tokens of the prompt's end that are kept with an answer: where the next one begins, too."""
+
+
+@dataclass(slots=True)
+class RecentAnswers:
+    """Answers as token ids, by session. The least recently used session is forgotten first.
+    Thread-safe.
+    """
+
+    each: int = 4
+    """Answers kept of a session; 0: none."""
+    _tokens: int = 0
+    _kept: OrderedDict[str, deque[array[int]]] = field(
+        default_factory=OrderedDict[str, "deque[array[int]]"]
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, session: str) -> tuple[tuple[int, ...], ...]:
+        """The answers of a session, the oldest first."""
+        with self._lock:
+            found = self._kept.get(session)
+            if found is None:
+                return ()
+            self._kept.move_to_end(session)
+            return tuple(tuple(one) for one in found)
+
+    def drop(self, session: str) -> None:
+        """Forget a session."""
+        with self._lock:
+            self._tokens -= sum(map(len, self._kept.pop(session, ())))
+
+    def keep(self, session: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keep an answer, also a part of one."""
+        one = array("i", (*prompt[-BEFORE:], *answer))
+        if not (self.each and answer) or len(one) > TOKENS:
+            return
+        with self._lock:
+            kept = self._kept.setdefault(session, deque())
+            self._kept.move_to_end(session)
+            kept.append(one)
+            self._tokens += len(one)
+            if len(kept) > self.each:
+                self._tokens -= len(kept.popleft())
+            while self._tokens > TOKENS:
+                name, oldest = next(iter(self._kept.items()))
+                self._tokens -= len(oldest.popleft())
+                if not oldest:
+                    del self._kept[name]

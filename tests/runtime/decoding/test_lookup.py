@@ -1,0 +1,106 @@
+"""The automaton against a search by hand, and what an index drafts."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thor_dflash.runtime.decoding import lookup
+from thor_dflash.runtime.decoding.lookup import LookupIndex, LookupTexts
+from thor_dflash.runtime.decoding.suffix_automaton import NO_MATCH, SuffixAutomaton
+
+TEXT = st.lists(st.integers(0, 3), max_size=40)
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def longest(text: list[int], end: list[int]) -> int:
+    """The longest end of `end` that occurs in `text`."""
+    fits = [n for n in range(len(end) + 1) if any(
+        text[i : i + n] == end[len(end) - n :] for i in range(len(text) - n + 1)
+    )]  # fmt: skip
+    return max(fits)
+
+
+@QUICK
+@given(text=TEXT)
+def test_the_match_is_the_longest_end_that_occurs_earlier(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for count, token in enumerate(text, 1):
+        automaton.extend([token])
+        match = automaton.match
+        assert match.length == longest(text[: count - 1], text[1:count])
+        if match.length:
+            at = automaton.end(match)
+            assert text[at - match.length + 1 : at + 1] == text[count - match.length : count]
+            assert at < count - 1
+            assert automaton.shorter(match).length < match.length
+
+
+@QUICK
+@given(text=TEXT, tokens=TEXT)
+def test_tokens_can_be_followed_without_being_appended(text: list[int], tokens: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    assert automaton.follow(NO_MATCH, tokens).length == longest(text, tokens)
+    assert [*automaton.text] == text
+
+
+def index(
+    prompt: list[int], drafts: list[list[int]] | None = None, session: list[list[int]] | None = None
+) -> LookupIndex:
+    texts = LookupTexts(
+        drafts=tuple(map(tuple, drafts or ())), session=tuple(map(tuple, session or ()))
+    )
+    return LookupIndex(texts, prompt)
+
+
+def test_a_draft_is_what_followed_and_names_its_text() -> None:
+    found = index([1, 2, 3], drafts=[[2, 3, 10, 11]], session=[[1, 2, 3, 20, 21, 22]])
+    [draft] = found.drafts((), 2)
+    assert (draft.tokens, draft.source, draft.match) == ((20, 21), "session", 3)
+    found = index([9, 2, 3], drafts=[[2, 3, 10, 11]], session=[[2, 3, 20]])
+    [draft] = found.drafts((), 5)
+    assert (draft.tokens, draft.source) == ((10, 11), "drafts"), "the newest, up to its end"
+
+
+def test_a_match_does_not_go_on_in_another_text() -> None:
+    found = index([5, 1, 2], drafts=[[7, 1], [2, 8]])
+    [draft] = found.drafts((), 4)
+    assert (draft.tokens, draft.match) == ((8,), 1)
+
+
+def test_a_periodic_output_goes_on() -> None:
+    found = index([7])
+    found.commit([1, 2, 3, 1, 2], None)
+    [draft] = found.drafts((), 8)
+    assert (draft.tokens, draft.source) == ((3, 1, 2, 3, 1, 2, 3, 1), "output")
+
+
+def test_forced_ids_come_before_the_draft() -> None:
+    found = index([1], session=[[5, 6, 7, 8]])
+    assert found.drafts((), 4) == []
+    [draft] = found.drafts((5, 6), 4)
+    assert draft.tokens == (7, 8)
+
+
+def test_a_place_is_kept_behind_one_token_that_differs() -> None:
+    found = index([1, 2], drafts=[[1, 2, 3, 4, 5, 6, 7, 8]])
+    [draft] = found.drafts((), 3)
+    found.commit([3, 99], draft)
+    [over] = found.drafts((), 3)
+    assert (over.tokens, over.way) == ((5, 6, 7), "over")
+    found.commit([5, 6], over)
+    followed = found.drafts((), 3)
+    assert {d.tokens for d in followed} == {(7, 8)}
+    found.commit([98, 97], followed[0])
+    assert found.drafts((), 3) == [], "two differ"
+
+
+def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    for name in ("GIVEN", "PROMPT", "OUTPUT"):
+        monkeypatch.setattr(lookup, name, 8)
+    found = index([*range(100)], [[*range(50)], [*range(100, 105)]], [[*range(200, 300)]])
+    found.commit([*range(300, 400)], None)
+    assert len(found) == 4 * 8 + 3
+    found.commit([101, 102], None)
+    assert [d.tokens for d in found.drafts((), 2)] == [(103, 104)], "what is not indexed is matched"
