@@ -89,17 +89,39 @@ def _reach(draft: LookupDraft) -> float:
 
 
 @dataclass(slots=True)
-class _Run:
-    """One request under way."""
+class DraftChoice:
+    """The choices of one request."""
 
     index: LookupIndex
-    worth: DraftWorth
-    seen: int = 0
-    """Committed tokens of which note was taken."""
-    drafts: list[LookupDraft] = field(default_factory=list[LookupDraft])
-    """The drafts of texts for the block under way, the best first."""
-    drafter: bool = False
-    """Whether the drafter drafted that block, in full width."""
+    worth: DraftWorth = field(default_factory=DraftWorth)
+    _drafts: list[LookupDraft] = field(default_factory=list[LookupDraft])
+    """Of texts, for the block under way; the best first."""
+    _drafter: bool = False
+    """Whether that block is the drafter's, in full width."""
+
+    def choose(
+        self, forced: Sequence[int], count: int, *, drafter: bool, full: bool = True
+    ) -> LookupDraft | None:
+        """The text's draft for the next block, of up to `count` tokens after the forced ids; None:
+        it is the drafter's, if there is a `drafter`, which may commit up to its `full` width.
+        """
+        found = self.index.drafts(forced, count) if count > 0 else []
+        self._drafts = sorted(found, key=self.worth.of, reverse=True)
+        best = self._drafts[0] if self._drafts else None
+        if best is None or (drafter and self.worth.of(best) < self.worth.drafter):
+            self._drafter = drafter and full and not forced
+            return None
+        self._drafter = False
+        return best
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Take note of what that block committed."""
+        if self._drafter:
+            self.worth.drafted(len(tokens))
+        for draft in self._drafts:
+            self.worth.compared(draft, tokens)
+        self.index.commit(tokens, self._drafts[0] if self._drafts else None)
+        self._drafts, self._drafter = [], False
 
 
 class DraftChooser:
@@ -112,32 +134,33 @@ class DraftChooser:
         self._prompt = prompt
         self._texts = texts
         self._index: Future[LookupIndex] | None = None
-        self._run: _Run | None = None
+        self._choice: DraftChoice | None = None
+        self._seen = 0
+        """Committed tokens that the choice learnt of."""
 
     def begin(self, model: ModelRunner, rows: int) -> int:
         """See Proposer. The texts are indexed on another thread while the prompt is prefilled."""
         start = max(0, model.state.length - HELD)
         self._index = _builders.submit(LookupIndex, self._texts, self._prompt[start:])
-        self._run = None
+        self._choice, self._seen = None, 0
         return self.drafter.begin(model, rows)
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer."""
-        run = self._started()
-        self._learn(run, progress)
-        run.drafts, run.drafter = [], False
-        free = model.block - 1 - len(block.forced)
-        if free > 0 and block.relaxed.rule == STRICT:
-            found = run.index.drafts(block.forced, free)
-            run.drafts = sorted(found, key=run.worth.of, reverse=True)
-        best = run.drafts[0] if run.drafts else None
-        if best is None or (block.draft and run.worth.of(best) < run.worth.drafter):
-            run.drafter = block.draft and block.cap == model.block and not block.forced
+        if self._choice is None:
+            assert self._index is not None
+            self._choice = DraftChoice(self._index.result())
+        if tokens := progress.tokens[self._seen :]:
+            self._choice.learn(tokens)
+            self._seen = len(progress.tokens)
+        # Relaxed acceptance takes near misses of the drafter, not of a text.
+        count = model.block - 1 - len(block.forced) if block.relaxed.rule == STRICT else 0
+        full = block.cap == model.block
+        found = self._choice.choose(block.forced, count, drafter=block.draft, full=full)
+        if found is None:
             return self.drafter.propose(model, progress, block)
-        if block.draft:
-            model.catch_up()
-        model.write_tokens([progress.last, *block.forced, *best.tokens])
-        return Proposal(len(block.forced) + len(best.tokens), source=best.source)
+        model.write_tokens([progress.last, *block.forced, *found.tokens])
+        return Proposal(len(block.forced) + len(found.tokens), source=found.source)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer. The drafter takes in every block, also those that it did not draft."""
@@ -146,21 +169,3 @@ class DraftChooser:
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
         """See Proposer."""
         self.drafter.committed(model, block, count)
-
-    def _started(self) -> _Run:
-        if self._run is None:
-            assert self._index is not None
-            self._run = _Run(self._index.result(), DraftWorth())
-        return self._run
-
-    def _learn(self, run: _Run, progress: DecodeProgress) -> None:
-        """Take note of what the last block committed."""
-        tokens = progress.tokens[run.seen :]
-        if not tokens:
-            return
-        run.seen = len(progress.tokens)
-        if run.drafter:
-            run.worth.drafted(len(tokens))
-        for draft in run.drafts:
-            run.worth.compared(draft, tokens)
-        run.index.commit(tokens, run.drafts[0] if run.drafts else None)
