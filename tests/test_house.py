@@ -42,6 +42,7 @@ MAY = dict(
     jsonschema_rs serving/planner/schema_validator.py tests/*
     starlette serving/gateway/* tests/*
     uvicorn serving/gateway/http_server.py tests/*
+    shtab thor_dflash/cli/commands/completion.py
     prometheus_client serving/gateway/metrics.py tests/*
     openai tests/*
     yaml thor_dflash/cli/skill_file.py tests/*

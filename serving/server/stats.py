@@ -138,7 +138,10 @@ class Stats:
             "last": list(self._last)[-MAX_LISTED:],
             "deadlines": dict(self.deadlines),
             "energy": {"joules": dict(self.joules), "seconds": self.measured_s},
-            "histograms": {"bounds_ms": BOUNDS_MS, **self.histograms},
+            "histograms": {
+                "bounds_ms": BOUNDS_MS,
+                **{name: asdict(times) for name, times in self.histograms.items()},
+            },
         }
 
 

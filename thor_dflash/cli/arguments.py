@@ -359,6 +359,21 @@ def _plan_format(sub: argparse.ArgumentParser) -> None:
          choices=PLAN_FORMATS, default="json_steps")  # fmt: skip
 
 
+def template(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `template`."""
+    sub.add_argument("name", nargs="?", metavar="NAME", help="the file to print (default: a list)")
+
+
+def completion(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `completion`."""
+    sub.epilog = (
+        "Write it to ~/.local/share/bash-completion/completions/thor-dflash, to _thor-dflash in a "
+        "directory of zsh's $fpath, or to ~/.config/fish/completions/thor-dflash.fish."
+    )
+    sub.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"),
+                     help="bash, zsh or fish")  # fmt: skip
+
+
 def gateway(sub: argparse.ArgumentParser) -> None:
     """Add the options of `gateway`."""
     _settings(
@@ -403,6 +418,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
     "stats": (stats, "", "show queue, speed, deadlines and power of a plan server, also live"),
     "schema": (schema, "", "print the JSON schema of the plans over a robot's skills"),
     "gateway": (gateway, "gateway", "offer OpenAI's HTTP API in front of running plan servers"),
+    "template": (template, "", "print a systemd unit, a configuration or a Dockerfile"),
+    "completion": (completion, "", "print the completion of a shell"),
     "keygen": (keygen, "",
                "make the CURVE keys of an encrypted plan server and of its first client"),
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """thor-dflash build | quantize | synth | generate | profile | score | check | doctor | demo |
-bench | serve | plan | status | stats | schema | gateway | keygen.
+bench | serve | plan | status | stats | schema | gateway | keygen | template | completion.
 
 Exit status: see exit_status.py. An error that the user can fix is one line on stderr; any other is
 a bug and shows its traceback.
@@ -32,7 +32,9 @@ DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE)
 """Errors of a disk, which do not name the file if it was already open."""
 
 
-LIGHT = ("plan", "status", "stats", "schema", "gateway", "keygen")
+LIGHT = (
+    "plan", "status", "stats", "schema", "gateway", "keygen", "template", "completion",
+)  # fmt: skip
 """Commands that do not import numpy."""
 
 

@@ -1,0 +1,4 @@
+"""Files for running servers: systemd units, configurations, images, a dashboard.
+
+`thor-dflash template` prints them.
+"""
