@@ -14,7 +14,6 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 from msgspec import structs
-from zmq.utils.monitor import parse_monitor_message
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.connection import (
@@ -22,6 +21,7 @@ from thor_dflash.serving.client.connection import (
     REFUSED,
     client_closed,
     connect,
+    event_of,
     next_state,
     prepare,
     reconnect,
@@ -295,7 +295,7 @@ class AsyncPlanner:
 
     async def _watch(self) -> None:
         while True:
-            event = int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
+            event = event_of(await self._monitor.recv_multipart())
             self._seen = next_state(self._seen, event)
             if self._seen & REFUSED:
                 self._refused.set()

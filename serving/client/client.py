@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import zmq
 from msgspec import structs
-from zmq.utils.monitor import recv_monitor_message
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.connection import (
@@ -25,6 +24,7 @@ from thor_dflash.serving.client.connection import (
     ConnectError,
     client_closed,
     connect,
+    event_of,
     next_state,
     prepare,
     reconnect,
@@ -102,7 +102,7 @@ class _Connection:
     def _drain(self) -> None:
         """Read the pending connection events."""
         while self._monitor.poll(0):
-            event = int(recv_monitor_message(self._monitor)["event"])
+            event = event_of(self._monitor.recv_multipart())
             self._seen = next_state(self._seen, event)
             self._lost = self._lost or self._seen == zmq.EVENT_DISCONNECTED
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def next_state(seen: int, event: int) -> int:
     """
     never = event == zmq.EVENT_DISCONNECTED and seen != zmq.EVENT_HANDSHAKE_SUCCEEDED
     return seen if never else event
+
+
+def event_of(frames: Sequence[bytes]) -> int:
+    """Return the event of a monitor's message. zmq.utils.monitor does the same, and imports
+    asyncio.
+    """
+    number: int = struct.unpack("=hi", frames[0])[0]
+    return number & 0xFFFF
 
 
 def client_closed(endpoint: str) -> PlanError:

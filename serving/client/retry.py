@@ -16,8 +16,8 @@ from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.message_text import cut, show
 from thor_dflash.serving.client.connection import unreachable
 from thor_dflash.serving.client.options import Options
-from thor_dflash.serving.protocol import messages, validation
-from thor_dflash.serving.protocol.codec import MSGPACK, Codec
+from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import MSGPACK, Codec, check_fields
 from thor_dflash.serving.protocol.errors import bad_request
 
 ONCE = ("drain", "shutdown")
@@ -177,7 +177,7 @@ class Attempts:
             raise bad_request(text, "id")
         self.session = None
         if isinstance(self.request, messages.PlanRequest):
-            validation.check_deadline_and_session(self.request)
+            check_fields(self.request, "deadline_ms", "session")
             named = self.options.session if self.request.session is None else self.request.session
             self.session = uuid4().hex if named is None else named
 

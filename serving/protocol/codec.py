@@ -296,6 +296,16 @@ def convert(table: dict[str, Any], kind: type[T]) -> T:
         raise _explain(e, kind, lambda name: table) from e
 
 
+def check_fields(request: messages.PlanRequest, *names: str) -> None:
+    """Check the types and ranges of some fields as decoding does, for a program that made the
+    request in its own process.
+
+    Raises:
+        PlanError: bad_request, naming the field.
+    """
+    convert({name: getattr(request, name) for name in names}, messages.PlanRequest)
+
+
 def _explain(
     error: msgspec.ValidationError, kind: Any, source: Callable[[str], dict[str, Any]]
 ) -> PlanError:

@@ -14,7 +14,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.serving.protocol import messages as wire
-from thor_dflash.serving.protocol.codec import check_plain, convert
+from thor_dflash.serving.protocol.codec import check_fields, check_plain
 from thor_dflash.serving.protocol.errors import bad_request
 
 METADATA_BYTES = 1 << 10
@@ -31,11 +31,11 @@ def check(request: wire.PlanRequest) -> None:
     if request.prompt is None and request.messages is None:
         raise bad_request(ONE_OF_TWO + " (got neither)", "prompt")
     check_prompt(request)
-    check_deadline_and_session(request)
+    check_fields(request, "deadline_ms", "session")
     if request.stream is True:
         raise bad_request("stream must be false, steps, text or all (got true)", "stream")
     _check_sampling(request)
-    _check_drafts(request.drafts)
+    _check_drafts(request)
     both = request.thinking_budget is not None and request.thinking_token_budget is not None
     if both:
         name = "thinking_token_budget"
@@ -87,19 +87,9 @@ def check_prompt(request: wire.PlanRequest | wire.Validate) -> None:
         raise bad_request("messages must hold at least one message (got none)", "messages")
 
 
-def check_deadline_and_session(request: wire.PlanRequest) -> None:
-    """Refuse a deadline or a session of a wrong type or value as the decoding of a request does: in
-    a program's own process these two are used without it, or before it.
-
-    Raises:
-        PlanError: naming the field.
-    """
-    given = {"deadline_ms": request.deadline_ms, "session": request.session}
-    convert(given, wire.PlanRequest)
-
-
-def _check_drafts(drafts: str | tuple[str, ...] | None) -> None:
-    convert({"drafts": drafts}, wire.PlanRequest)  # a program in this process skips the decoding
+def _check_drafts(request: wire.PlanRequest) -> None:
+    check_fields(request, "drafts")
+    drafts = request.drafts
     if isinstance(drafts, tuple) and len(drafts) > MAX_DRAFTS:
         raise bad_request(
             f"drafts must be at most {MAX_DRAFTS} texts (got {len(drafts)})", "drafts"
@@ -112,8 +102,7 @@ def _check_sampling(request: wire.PlanRequest) -> None:
         raise bad_request(f"stop must be {rule} (got {show(request.stop)})", "stop")
     temperature = request.temperature
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "acceptance")
-    # As the decoding of a request does, which a program in its own process has not had.
-    convert({name: getattr(request, name) for name in names}, wire.PlanRequest)
+    check_fields(request, *names)
     if temperature is not None and 0 < temperature < COLDEST:
         rule = f"0, or at least {COLDEST}"
         raise bad_request(f"temperature must be {rule} (got {temperature})", "temperature")

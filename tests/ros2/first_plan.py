@@ -2,9 +2,9 @@
 
     python tests/ros2/first_plan.py
 
-It installs ROS from wheels into .venv-ros, which must not be there, then runs three commands: a plan
-server, the node, a robot with a goal. On a machine with ROS these are `thor-dflash serve`, `ros2
-launch` and `ros2 action send_goal`, which wheels do not have.
+It installs ROS from wheels into .venv-ros, which must not be there, then runs three commands: a
+plan server, the node, a robot with a goal. On a machine with ROS the last two are `ros2 launch` and
+`ros2 action send_goal`, which wheels do not have.
 """
 
 from __future__ import annotations
