@@ -88,10 +88,11 @@ def check_fits(package: PackageText, trace: RecordedTrace, *, thinking: bool) ->
         if len(prompt) < package.limit:
             return
         least = min(least or len(prompt), len(prompt))
-    raise RequestError(
-        f"the first turn of a conversation must be < {package.limit} tokens, the context of "
-        f"{package.capacity} less one block (got {least} or more)"
-    )
+    if least:
+        raise RequestError(
+            f"the first turn of a conversation must be < {package.limit} tokens, the context of "
+            f"{package.capacity} less one block (got {least} or more)"
+        )
 
 
 @dataclass

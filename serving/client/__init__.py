@@ -32,10 +32,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import AsyncPlanner when it is asked for: without asyncio the import takes a quarter less."""
-    if name == "AsyncPlanner":
-        from thor_dflash.serving.client.async_client import AsyncPlanner
+if not TYPE_CHECKING:  # else checkers would take any name for one that there is
 
-        return AsyncPlanner
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import AsyncPlanner when it is asked for: asyncio is half of the time to import this."""
+        if name == "AsyncPlanner":
+            from thor_dflash.serving.client.async_client import AsyncPlanner
+
+            return AsyncPlanner
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
