@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import cast
 
 import shtab
 
@@ -25,8 +27,8 @@ def run(args: argparse.Namespace, config: Config, progress: Progress) -> None:
 def _complete_paths(one: argparse.ArgumentParser) -> None:
     """Let options of paths complete paths, in the commands as well."""
     for action in one._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            commands: dict[str, argparse.ArgumentParser] = dict(action.choices)
+        if isinstance(action.choices, Mapping):  # the commands
+            commands = cast("Mapping[str, argparse.ArgumentParser]", action.choices)
             for command in commands.values():
                 _complete_paths(command)
         elif action.metavar in PATHS:
