@@ -27,9 +27,9 @@ def run(args: argparse.Namespace, config: Config, progress: Progress) -> None:
 def _complete_paths(one: argparse.ArgumentParser) -> None:
     """Let options of paths complete paths, in the commands as well."""
     for action in one._actions:
-        if isinstance(action.choices, Mapping):  # the commands
-            commands = cast("Mapping[str, argparse.ArgumentParser]", action.choices)
-            for command in commands.values():
+        choices: object = action.choices
+        if isinstance(choices, Mapping):  # the commands
+            for command in cast("Mapping[str, argparse.ArgumentParser]", choices).values():
                 _complete_paths(command)
         elif action.metavar in PATHS:
             kind = shtab.DIRECTORY if action.metavar in FOLDERS else shtab.FILE
