@@ -3,6 +3,7 @@
 # make emulator    every test of the kernels, on the CPU
 # make mutations    plants mistakes and runs the quick tests that must notice them
 # make agents    LangChain and openai-agents against the gateway; installs them
+# make formats    plans in other formats before BehaviorTree.CPP and a PDDL validator; installs them
 # make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
@@ -55,6 +56,10 @@ agents: $(DEV_READY)
 	@$(PIP) -q -e '.[agents]'
 	@$(PYTEST) tests/serving/gateway/test_agents.py
 
+formats: $(DEV_READY)
+	@$(PIP) -q -e '.[formats]'
+	@$(PYTEST) tests/serving/planner/test_format_judges.py
+
 ros: $(DEV_READY)
 	@tests/ros2/setup.sh .venv-ros $(BIN)/python
 	@$(PYTEST) tests/ros2
@@ -100,4 +105,4 @@ endif
 clean:
 	rm -rf $(VENV) .venv-ros build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator mutations agents ros demo format interpreter clean
+.PHONY: help test test-full emulator mutations agents formats ros demo format interpreter clean

@@ -19,6 +19,8 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
@@ -45,6 +47,7 @@ struct Error : std::runtime_error {
 struct Options {
   milliseconds timeout{5000};         // longest wait for a connection, and for a control operation
   milliseconds plan_timeout{120000};  // for a plan without a deadline, or the next piece of its stream
+  int retries = 3;                    // how often a request is sent again: see Client
   std::string token;                  // the secret of a server with serve.token_file
   // CURVE keys, 40 characters each, as `thor-dflash keygen` writes them; all three or none.
   std::string server_key, public_key, secret_key;
@@ -59,6 +62,12 @@ inline bool whole(const json& result) {
 class Plan;
 
 // Where a server is. Any thread may use it; each request has a connection of its own. It must outlive its plans.
+//
+// A request is sent again, on a new connection, after an error that is `retryable` (busy, unreachable, a fault of
+// the engine): at most `retries` times, each after the server's retry_after_ms or 100 ms, and within its deadline or
+// timeout. Waiting for a server that warms up (not_ready) uses none of them. Not sent again are `drain` and
+// `shutdown`, a plan of which a piece has come, and a plan whose session has begun a later one: it would displace
+// that. With retries 0 every error is thrown at once.
 class Client {
  public:
   explicit Client(std::string endpoint, Options options = {})
@@ -72,7 +81,21 @@ class Client {
 
  private:
   friend class Plan;
+
+  // Number the plans of a session; the plan with the highest number is its latest.
+  std::uint64_t number(const std::string& session) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return ++latest_[session];
+  }
+
+  bool is_latest(const std::string& session, std::uint64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return latest_[session] == number;
+  }
+
   zmq::context_t context_;
+  std::mutex mutex_;
+  std::map<std::string, std::uint64_t> latest_;  // of the sessions that plans have named
   const std::string endpoint_;
   const Options options_;
 };
@@ -82,24 +105,29 @@ class Plan {
  public:
   // Waits for a connection, then sends. A `deadline_ms` begins here. Throws Error "unreachable".
   Plan(Client& client, json request)
-      : options_(client.options_), endpoint_(client.endpoint_), began_(Clock::now()),
-        socket_(client.context_, zmq::socket_type::dealer),
-        monitor_(client.context_, zmq::socket_type::pair) {
+      : client_(client), options_(client.options_), endpoint_(client.endpoint_), began_(Clock::now()),
+        left_(client.options_.retries) {
     request.emplace("op", "plan");
     request.emplace("id", new_id());
     request["v"] = 1;
     if (!options_.token.empty()) request.emplace("token", options_.token);
     id_ = request["id"].get<std::string>();
-    const bool plan = request["op"] == "plan" || request["op"] == "prefix.put";
-    patience_ = plan ? options_.plan_timeout : options_.timeout;
+    const bool plan = request["op"] == "plan";
+    patience_ = plan || request["op"] == "prefix.put" ? options_.plan_timeout : options_.timeout;
+    once_ = request["op"] == "drain" || request["op"] == "shutdown";
     if (request.contains("deadline_ms") && !request["deadline_ms"].is_null())
       due_ = began_ + milliseconds(request["deadline_ms"].get<std::int64_t>());
+    const json session = request.value("session", json());
+    if (plan && session.is_string() && request.value("preempt", json()) != "none") {
+      session_ = session.get<std::string>();
+      number_ = client_.number(session_);
+    } else if (plan && session.is_null()) {
+      request["session"] = id_;  // of its own, so that each try takes the place of the one before
+    }
     body_of(request);  // what cannot be sent needs no connection
-    connect();
-    wait_for_connection();
-    if (due_) request["deadline_ms"] = std::max<std::int64_t>(1, left(*due_).count());
-    send(request);
+    request_ = std::move(request);
     piece_ = Clock::now();
+    open();
   }
 
   Plan(const Plan&) = delete;
@@ -111,18 +139,14 @@ class Plan {
   // The next chunk, then the result, then nothing. Throws Error.
   std::optional<json> next() {
     while (!over_) {
-      if (auto reply = receive()) {
-        if (reply->value("id", "") != id_) continue;
-        piece_ = Clock::now();
-        const std::string type = reply->value("type", "");
-        over_ = type != "chunk";
-        if (type == "error") {
-          Error error(reply->value("code", "internal"), reply->value("message", ""),
-                      reply->value("retryable", false));
-          error.reply = std::move(*reply);
-          throw error;
-        }
-        return reply;
+      try {
+        if (auto reply = event()) return reply;
+      } catch (const Error& error) {
+        over_ = true;
+        if (begun_) throw;
+        wait_to_retry(error);
+        over_ = false;
+        open();
       }
     }
     return std::nullopt;
@@ -162,7 +186,58 @@ class Plan {
     return std::chrono::ceil<milliseconds>(std::max(until - Clock::now(), Clock::duration::zero()));
   }
 
+  // Connect and send, as often as there are tries.
+  void open() {
+    for (;;) {
+      try {
+        connect();
+        wait_for_connection();
+        if (due_) request_["deadline_ms"] = std::max<std::int64_t>(1, left(*due_).count());
+        send(request_);
+        piece_ = Clock::now();
+        return;
+      } catch (const Error& error) {
+        wait_to_retry(error);
+      }
+    }
+  }
+
+  // Wait until the next try. Throws the error that is being handled if there is none.
+  void wait_to_retry(const Error& error) {
+    const json after = error.reply.is_object() ? error.reply.value("retry_after_ms", json()) : json();
+    const milliseconds pause(after.is_number() ? std::int64_t(after.get<double>()) : 100);
+    const auto until = due_ ? *due_ : piece_ + patience_;
+    if (!error.retryable || left_ <= 0 || Clock::now() + pause >= until) throw;
+    if (once_ && error.code == "unreachable") throw;
+    if (!session_.empty() && !client_.is_latest(session_, number_))
+      throw Error("preempted", "a later plan of its session was begun");
+    if (error.code != "not_ready") --left_;
+    zmq::pollitem_t cancelled = {nullptr, wake_.fd, ZMQ_POLLIN, 0};
+    zmq::poll(&cancelled, 1, pause);
+    if (cancelled.revents) throw Error("cancelled", "the plan was cancelled");
+  }
+
+  // The next reply to this request; nothing if something else happened meanwhile.
+  std::optional<json> event() {
+    auto reply = receive();
+    if (!reply || reply->value("id", "") != id_) return std::nullopt;
+    piece_ = Clock::now();
+    const std::string type = reply->value("type", "");
+    over_ = type != "chunk";
+    if (type == "error") {
+      Error error(reply->value("code", "internal"), reply->value("message", ""),
+                  reply->value("retryable", false));
+      error.reply = std::move(*reply);
+      throw error;
+    }
+    begun_ = true;
+    return reply;
+  }
+
   void connect() {
+    socket_ = zmq::socket_t(client_.context_, zmq::socket_type::dealer);
+    monitor_ = zmq::socket_t(client_.context_, zmq::socket_type::pair);
+    connected_ = lost_ = refused_ = false;
     socket_.set(zmq::sockopt::linger, 0);  // a robot that stops must not wait for its socket
     monitor_.set(zmq::sockopt::linger, 0);
     socket_.set(zmq::sockopt::immediate, 1);  // nothing is queued before there is a connection
@@ -190,10 +265,12 @@ class Plan {
     if (due_) until = std::min(until, *due_);
     for (;;) {
       zmq::pollitem_t items[] = {{socket_.handle(), 0, ZMQ_POLLOUT, 0},
-                                 {monitor_.handle(), 0, ZMQ_POLLIN, 0}};
-      zmq::poll(items, 2, left(until));
+                                 {monitor_.handle(), 0, ZMQ_POLLIN, 0},
+                                 {nullptr, wake_.fd, ZMQ_POLLIN, 0}};
+      zmq::poll(items, 3, left(until));
       drain_events();
       if (items[0].revents & ZMQ_POLLOUT) return;
+      if (items[2].revents) throw Error("cancelled", "the plan was cancelled");
       if (refused_) throw unreachable("it refused the connection: other keys?");
       if (Clock::now() >= until) throw unreachable("no connection could be made");
     }
@@ -266,16 +343,20 @@ class Plan {
   static constexpr int LOST = REFUSED | ZMQ_EVENT_DISCONNECTED;
   static constexpr milliseconds GRACE{2000};  // beyond a deadline: the answer may be on its way
 
+  Client& client_;
   const Options options_;
   const std::string endpoint_;
   const Clock::time_point began_;
   const EventFd wake_;
   zmq::socket_t socket_, monitor_;
-  std::string id_;
+  json request_;
+  std::string id_, session_;  // the latter: that this plan may displace plans of
+  std::uint64_t number_ = 0;
+  int left_;
   std::optional<Clock::time_point> due_;
   Clock::time_point piece_;  // when the last piece came
   milliseconds patience_{0};
-  bool connected_ = false, lost_ = false, refused_ = false, over_ = false;
+  bool connected_ = false, lost_ = false, refused_ = false, begun_ = false, over_ = false, once_ = false;
 };
 
 inline json Client::plan(json request) {

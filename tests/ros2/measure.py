@@ -20,7 +20,8 @@ def main() -> None:
         plan = ros.plan()
         ready = time.monotonic() - began
         assert plan["state"] == "succeeded"
-        rows = ros.robot("overhead", sys.argv[1])
+        ros.start([*ros.python, Path(__file__).parent / "bare_server.py"])
+        rows = ros.robot("overhead", sys.argv[1], "/bare/plan")
         rows.append(["server, node and robot started, first plan answered, s", round(ready, 1), ""])
         ros.close()
     print(json.dumps({"ros2": rows}))

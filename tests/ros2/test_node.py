@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plan_formats import ROBOT
 from support.ros_processes import PYTHON, Robotics
 
 pytestmark = [
@@ -52,15 +53,19 @@ def test_a_goal_gets_steps_and_a_plan_and_refused_goals_say_why(ros: Robotics) -
     assert (cut["state"], cut["status"]) == ("succeeded", "partial")
     whole = ros.plan(deadline_ms=250, whole=True)
     assert (whole["state"], whole["error_code"], whole["code"]) == ("aborted", 901, "deadline")
+    tree = ros.plan(skills_json=json.dumps(ROBOT), plan_format="bt_cpp_xml")
+    assert (tree["state"], tree["plan"]["format"]) == ("succeeded", "bt_cpp_xml")
+    assert tree["steps"] == [step["skill"] for step in tree["plan"]["steps"]]
     impossible = ros.plan(json_schema='{"type": "object", "required": ["nothing"]}')
     assert (impossible["state"], impossible["error_code"]) == ("aborted", 908)
     wrong: list[Table] = [
         {"prompt": ""}, {"schema": "none"}, {"messages_json": "[]"}, {"options_json": "[1]"},
         {"options_json": '{"priority": 1}'}, {"thinking": "maybe"}, {"preempt": 7},
+        {"plan_format": "bt_cpp_xml"}, {"skills_json": "{}"},
     ]  # fmt: skip
     replies = ros.robot("plans", json.dumps(wrong))
     assert [reply["state"] for reply in replies] == ["rejected"] * len(wrong)
-    assert ros.log().count("goal rejected") == 7
+    assert ros.log().count("goal rejected") == 9
     fresh, old = ros.robot("stale")
     assert (fresh["state"], old["state"], old["error_code"]) == ("succeeded", "aborted", 904)
     node.send_signal(signal.SIGTERM)
@@ -88,10 +93,13 @@ def test_a_node_that_is_managed(ros: Robotics) -> None:
     assert first["state"] == again["state"] == "succeeded"
 
 
-def test_a_node_in_a_namespace(ros: Robotics) -> None:
+def test_a_node_in_a_namespace_with_skills_of_its_own(ros: Robotics) -> None:
     ros.server()
-    ros.node("-r", "__ns:=/arm0")
-    (plan,) = ros.robot("plans", action="/arm0/thor_dflash/plan")
+    (ros.directory / "robot.json").write_text(json.dumps(ROBOT))
+    ros.node("-r", "__ns:=/arm0", skills_file=ros.directory / "robot.json")
+    goals = json.dumps([{"plan_format": "nav2_waypoints"}, {"json_schema": '{"type": "object"}'}])
+    way, plan = ros.robot("plans", goals, action="/arm0/thor_dflash/plan")
+    assert [step["args"]["pose_id"] for step in way["plan"]["steps"]] == ["dock", "shelf"]
     assert (plan["state"], plan["session"]) == ("succeeded", "arm0_thor_dflash")
 
 

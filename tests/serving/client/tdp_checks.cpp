@@ -66,12 +66,23 @@ std::string run(const std::string& mode, tdp::Client& client, const std::string&
     std::cout << "step" << std::endl;
     return ended(plan, Clock::now());
   }
+  if (mode == "format") {  // the leaves of a tree as they come, then the tree
+    const tdp::json skills = tdp::json::parse(argument);
+    tdp::Plan plan(client, {{"prompt", "x"}, {"stream", "steps"}, {"skills", skills}, {"plan_format", "bt_cpp_xml"}});
+    tdp::json steps = tdp::json::array(), last;
+    while (auto event = plan.next())
+      if ((*event)["type"] == "chunk") steps.push_back((*event)["step"]);
+      else last = (*event)["plan"];
+    return tdp::json({{"steps", steps}, {"plan", last}}).dump();
+  }
   return "unknown mode";
 }
 
 int main(int argc, char** argv) {
   tdp::Options options;
   options.timeout = tdp::milliseconds(1500);
+  options.retries = 0;
+  if (argc == 5) options.retries = std::stoi(argv[4]);
   if (argc == 7) {
     options.server_key = argv[4];
     options.public_key = argv[5];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from support.cpp_clients import needs_cpp, program
+from support.plan_formats import ROBOT
 from support.server_process import RUN
 from support.serving_fixtures import House
+from support.waiting import until
 
 from thor_dflash.serving.protocol import json_schemas
 from thor_dflash.serving.transport import curve
@@ -86,16 +89,47 @@ def test_a_deadline_counts_from_the_call(house: House, run: Run) -> None:
 def test_a_server_that_dies_is_noticed_at_once(checks: Path, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/plan"
     serve = [sys.executable, "-c", RUN, "serve", "--mock", "--mock-cycle-ms", "500"]
-    with (
-        subprocess.Popen([*serve, "--bind", endpoint], stderr=subprocess.PIPE, text=True) as server,
-        subprocess.Popen([checks, endpoint, "lost", "x"], stdout=subprocess.PIPE, text=True) as it,
-    ):
-        assert it.stdout
-        assert it.stdout.readline() == "step\n"
-        server.kill()
-        code, ms = it.stdout.readline().split()
+    with subprocess.Popen(
+        [*serve, "--bind", endpoint], stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr
+        assert any(" ready after " in line for line in server.stderr)
+        with subprocess.Popen(
+            [checks, endpoint, "lost", "x"], stdout=subprocess.PIPE, text=True
+        ) as it:
+            assert it.stdout
+            assert it.stdout.readline() == "step\n"
+            server.kill()
+            code, ms = it.stdout.readline().split()
     assert code == "unreachable"
     assert int(ms) < 2000
+
+
+def test_a_server_that_is_busy_or_starts_again_is_tried_again(
+    house: House, run: Run, checks: Path, tmp_path: Path
+) -> None:
+    server = house.mock(cycle_s=0.05, max_queue=1)
+    fields = json.dumps({"prompt": "x", "preempt": "none"})
+    crowd = [subprocess.Popen([checks, server.endpoints[0], "plan", fields]) for _ in range(2)]
+    until(lambda: run(server.endpoints[0], "call", "health")[0].count('"waiting":1') == 1)
+    code, ms, retryable, _ = run(server.endpoints[0], "plan", fields)
+    assert (code, retryable) == ("busy", "1")
+    assert int(ms) < 300
+    assert table(run(server.endpoints[0], "plan", fields, "20"))["status"] == "ok"
+    assert [child.wait(10) for child in crowd] == [0, 0]
+    endpoint = f"ipc://{tmp_path}/late"  # nobody listens there yet
+    command = [checks, endpoint, "plan", '{"prompt": "x"}', "3"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiting:
+        time.sleep(2.0)  # longer than one wait for a connection
+        house.mock(bind=(endpoint,))
+        assert waiting.stdout
+        assert json.loads(waiting.stdout.read())["status"] == "ok"
+
+
+def test_a_plan_in_another_format(house: House, run: Run) -> None:
+    found = table(run(house.mock().endpoints[0], "format", json.dumps(ROBOT)))
+    assert found["plan"]["steps"] == found["steps"]
+    assert found["plan"]["body"].startswith("<root BTCPP_format")
 
 
 def test_keys(house: House, run: Run, tmp_path: Path) -> None:

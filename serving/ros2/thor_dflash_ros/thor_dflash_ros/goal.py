@@ -36,9 +36,13 @@ ERRORS = {
 OWN = {"op", "v", "id", "token", "stream", "return"}
 """Fields of a request that the node sets, so no goal may."""
 
+ANSWERS = {"json_schema", "response_format", "skills", "tools"}
+"""Fields that say what the answer is."""
 
-def request_of(goal: Any, schema_dir: str, stream: str) -> PlanRequest:
-    """Return the request of a goal.
+
+def request_of(goal: Any, setting: dict[str, Any], skills: Any = None) -> PlanRequest:
+    """Return the request of a goal. `setting`: the node's parameters; `skills`: those of its
+    skills_file, for goals that have neither a schema nor skills.
 
     Raises:
         PlanError: bad_request, naming the field.
@@ -46,7 +50,9 @@ def request_of(goal: Any, schema_dir: str, stream: str) -> PlanRequest:
     table: dict[str, Any] = {
         "prompt": goal.prompt,
         "messages": _parsed("messages_json", goal.messages_json, list),
-        "json_schema": _schema(goal, schema_dir),
+        "json_schema": _schema(goal, setting["schema_dir"]),
+        "skills": _parsed("skills_json", goal.skills_json, dict),
+        "plan_format": goal.plan_format,
         "thinking": goal.thinking,
         "thinking_budget": goal.thinking_budget if goal.thinking_budget >= 0 else None,
         "max_tokens": goal.max_tokens,
@@ -57,15 +63,18 @@ def request_of(goal: Any, schema_dir: str, stream: str) -> PlanRequest:
         "generation": goal.generation,
     }
     # Zero and empty stand for the server's default; what was parsed, and a budget, may be either.
-    kept = ("messages", "json_schema", "thinking_budget")
+    kept = ("messages", "json_schema", "skills", "thinking_budget")
     given = {k: v for k, v in table.items() if v or (k in kept and v is not None)}
     if goal.preempt not in PREEMPT:
         raise bad_request(f"preempt must be 0, 1 or 2 (got {goal.preempt})", "preempt")
-    given |= {"priority": goal.priority, "preempt": PREEMPT[goal.preempt], "stream": stream}
+    given |= {"priority": goal.priority, "preempt": PREEMPT[goal.preempt]}
+    given["stream"] = setting["feedback"]
     options = _parsed("options_json", goal.options_json, dict) or {}
     if twice := sorted(options.keys() & (given.keys() | OWN)):
         text = f"options_json must have further fields only (got {twice[0]})"
         raise bad_request(text, "options_json")
+    if skills is not None and not ANSWERS & (given.keys() | options.keys()):
+        given["skills"] = skills
     request = convert(given | options, PlanRequest)
     validation.check(request)
     return request
@@ -80,7 +89,7 @@ def _parsed(name: str, text: str, kind: type) -> Any:
     except ValueError as e:
         raise bad_request(f"{name} must be JSON (got: {e})", name) from e
     if not isinstance(value, kind):
-        what = {list: "a list", dict: "an object"}[kind]
+        what = "a list" if kind is list else "an object"
         raise bad_request(f"{name} must be {what} of JSON (got {text[:40]})", name)
     return value
 

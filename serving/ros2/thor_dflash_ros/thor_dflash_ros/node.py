@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import rclpy
@@ -26,8 +27,10 @@ from rclpy.signals import SignalHandlerOptions
 from std_msgs.msg import String
 from thor_dflash_msgs.action import Plan
 
-from thor_dflash.core.errors import ConfigError, PlanError
+from thor_dflash.cli.skill_file import read_skills
+from thor_dflash.core.errors import ConfigError, PlanError, ThorError
 from thor_dflash.serving.client import AsyncPlanner, Chunk, Options, Result
+from thor_dflash.serving.protocol.skills import SkillSet
 from thor_dflash.serving.transport import access
 from thor_dflash_ros.goal import failure_of, feedback_of, request_of, result_of
 
@@ -37,6 +40,7 @@ PARAMETERS: dict[str, tuple[Any, str]] = {
     "token_file": ("", "file with the secret of a server that has serve.token_file"),
     "session": ("", "session of goals that name none; empty: the node's full name"),
     "schema_dir": ("", "directory of the schemas NAME.json that goals name"),
+    "skills_file": ("", "skills (.yaml, .toml, .json) of goals that have no schema of their own"),
     "connect_timeout_s": (1.0, "longest wait for a connection"),
     "plan_timeout_s": (120.0, "longest wait for a plan without a deadline, or its next step"),
     "max_goals": (4, "goals at once; more are rejected"),
@@ -71,6 +75,7 @@ class PlannerNode(LifecycleNode):
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._planner: AsyncPlanner | None = None
+        self._skills: SkillSet | None = None
         self._server: ActionServer | None = None
         self._timer: Any = None
         self._futures: dict[bytes, Future[Result]] = {}
@@ -89,8 +94,10 @@ class PlannerNode(LifecycleNode):
         """Read the parameters and make the client. The server may start later."""
         self._set = {name: self.get_parameter(name).value for name in PARAMETERS}
         try:
+            file = self._set["skills_file"]
+            self._skills = read_skills(Path(file)) if file else None
             self._planner = self._wait(self._connect())
-        except (ConfigError, PlanError) as e:
+        except ThorError as e:
             self.get_logger().error(str(e))
             return TransitionCallbackReturn.FAILURE
         kept = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
@@ -174,7 +181,7 @@ class PlannerNode(LifecycleNode):
     def _goal(self, goal: Any) -> GoalResponse:
         """Check what needs no server: the sender waits for this answer."""
         try:
-            request_of(goal, self._set["schema_dir"], self._set["feedback"])
+            request_of(goal, self._set, self._skills)
         except PlanError as e:
             self.get_logger().warning(f"goal rejected: {e.message}")
             return GoalResponse.REJECT
@@ -206,8 +213,8 @@ class PlannerNode(LifecycleNode):
 
     async def _follow(self, handle: Any) -> Result:
         assert self._planner is not None, "an active node has a client"
-        goal, stream = handle.request, self._set["feedback"]
-        async for event in self._planner.stream(request_of(goal, self._set["schema_dir"], stream)):
+        request = request_of(handle.request, self._set, self._skills)
+        async for event in self._planner.stream(request):
             if isinstance(event, Result):
                 return event
             self._publish_feedback(handle, event)

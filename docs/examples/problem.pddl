@@ -1,0 +1,5 @@
+(define (problem tidy)
+  (:domain kitchen)
+  (:objects cup mug_red - object table table-2 - location)
+  (:init (free))
+  (:goal (on cup table)))
