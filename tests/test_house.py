@@ -116,6 +116,7 @@ MODULES = {module(path): path for path in HOUSE}
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Returns all nodes of a file, the module itself first."""
     return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
@@ -188,7 +189,7 @@ def test_no_import_makes_a_circle() -> None:
 def test_a_class_has_a_name_of_its_own() -> None:
     where: defaultdict[str, list[str]] = defaultdict(list)
     for path in HOUSE:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in ast.iter_child_nodes(nodes(path)[0]):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(name(path))
     twice = {one: paths for one, paths in where.items() if len(paths) > 1}
@@ -205,10 +206,10 @@ def test_words_are_those_of_the_field() -> None:
         path = ROOT / file
         if any(fnmatch(file, glob) for glob in SPOKEN) or not path.is_file():
             continue
-        text = path.read_bytes().decode(errors="replace")
-        for number, line in enumerate([file, *text.split("\n")]):
-            words = re.sub(r"([a-z])([A-Z])", r"\1 \2", OBJECTS.sub("", line))
-            wrong += [f"{file}:{number}: {found[0]}" for found in WORDS.finditer(words)]
+        text = f"{file}\n{path.read_bytes().decode(errors='replace')}"
+        words = re.sub(r"([a-z])([A-Z])", r"\1 \2", OBJECTS.sub("", text))
+        for found in WORDS.finditer(words):
+            wrong.append(f"{file}:{words.count(chr(10), 0, found.start())}: {found[0]}")
     assert not wrong, "\n".join(wrong)
 
 

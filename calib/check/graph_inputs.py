@@ -10,6 +10,8 @@ import numpy as np
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
 
+Prepare = Callable[[ModelRunner, Sequence[int], int], Call]
+"""Prepares a graph's call for some tokens, at their block `at` if it works on blocks."""
 FILL: Mapping[str, int | float] = {
     "forced": -1, "soft": -1, "stop": -1, "strict": -1, "close": -1,
     "drafted": 0, "rule": 0, "top_k": 1, "margin": 0.0, "soft_margin": 0.0,
@@ -24,30 +26,40 @@ def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]
     """Return graph -> function that prepares its call for some tokens, at their block `at` if it
     works on blocks. Preparing resets the sequence; reset it again after running the call by steps.
     """
-    found: dict[str, Callable[[ModelRunner, Sequence[int], int], Call]] = {
+    found: dict[str, Prepare] = {
         **_sizes(model, "prefill", prefill),
         "verify": verify,
         "accept": accept,
-        "accept_sampled": partial(accept, step="accept_sampled"),
     }
+    drawn: dict[str, Prepare] = {"accept_sampled": partial(accept, step="accept_sampled")}
     if model.manifest.drafter is not None:
         found |= _sizes(model, "observe_chunk", observe_chunk)
         found |= {"propose": propose, "observe": observe}
-        found |= {
+        drawn |= {
             "sample_drafts": sample_drafts,
             "sample_drafts_rejection": partial(sample_drafts, step="sample_drafts_rejection"),
             "accept_rejection": accept_rejection,
         }
-    model.load_drawing(rejection=True)
+    found |= {name: _loaded(ready) for name, ready in drawn.items()}
     return {name: partial(ready, model) for name, ready in found.items()}
+
+
+def _loaded(ready: Prepare) -> Prepare:
+    """Return the preparation for a graph that an engine may load only when it is needed."""
+
+    def prepare(model: ModelRunner, tokens: Sequence[int], at: int) -> Call:
+        model.load_drawing(rejection=True)
+        return ready(model, tokens, at)
+
+    return prepare
 
 
 def _sizes(
     model: ModelRunner, step: str, ready: Callable[[ModelRunner, Sequence[int], int, int], Call]
-) -> dict[str, Callable[[ModelRunner, Sequence[int], int], Call]]:
+) -> dict[str, Prepare]:
     """Return the preparations for a prefill step's graphs, the largest first."""
 
-    def of(rows: int) -> Callable[[ModelRunner, Sequence[int], int], Call]:
+    def of(rows: int) -> Prepare:
         return lambda model, tokens, at: ready(model, tokens, at, rows)
 
     return {model.sized(step, rows): of(rows) for rows in sorted(model.chunks, reverse=True)}

@@ -138,7 +138,15 @@ def products(dialect: Dialect) -> Counter[str]:
     return found + Counter(qkv=3 if dialect != "mixed" else 0)
 
 
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors", "mixed", "fp8"])
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        "modelopt",
+        "fp8",
+        pytest.param("compressed-tensors", marks=pytest.mark.slow),
+        pytest.param("mixed", marks=pytest.mark.slow),
+    ],
+)
 def test_products_of_a_prefill_are_tensorrt_s_own_if_stored_in_nvfp4(
     tmp_path: Path, dialect: Dialect
 ) -> None:

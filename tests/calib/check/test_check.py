@@ -47,7 +47,7 @@ def directory(s: Session) -> Path:
 
 @pytest.fixture(scope="module")
 def good() -> Path:
-    return directory(session())
+    return directory(session(layers=2))
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ def test_a_package_compared_with_itself_is_right(good: Path) -> None:
         "verify",
         "prefill",
         "accept",
-        "accept_sampled",
         "observe_chunk",
         "propose",
         "observe",
+        "accept_sampled",
         "sample_drafts",
         "sample_drafts_rejection",
         "accept_rejection",
@@ -111,9 +111,9 @@ def test_rounding_is_no_fault(kv: str) -> None:
 @pytest.mark.parametrize(
     ("step", "old", "new"),
     [
-        ("layers.2.mlp.down_proj", "Add", "Sub"),
-        pytest.param("layers.3.self_attn", "Mul", "Add", marks=pytest.mark.slow),
-        pytest.param("layers.1.linear_attn", "Softplus", "Sigmoid", marks=pytest.mark.slow),
+        ("layers.1.mlp.down_proj", "Add", "Sub"),
+        pytest.param("layers.1.self_attn", "Mul", "Add", marks=pytest.mark.slow),
+        pytest.param("layers.0.linear_attn", "Softplus", "Sigmoid", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, new: str) -> None:
@@ -132,8 +132,8 @@ def test_a_wrong_operator_is_named(copy: Path, good: Path, step: str, old: str, 
 @pytest.mark.parametrize(
     ("weight", "step"),
     [
-        ("layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj"),
-        ("layers.3.self_attn.q_norm.weight", "layers.3.self_attn"),
+        ("layers.0.mlp.down_proj.weight", "layers.0.mlp.down_proj"),
+        ("layers.1.self_attn.q_norm.weight", "layers.1.self_attn"),
     ],
 )
 def test_a_damaged_weight_is_blamed_on_the_operator_that_reads_it(
@@ -174,27 +174,33 @@ def test_a_fault_that_shows_late_is_looked_for_where_it_shows(copy: Path, good: 
 # ---- files
 
 
+@pytest.fixture(scope="module")
+def golden_file(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "g.npz"
+    args = ["check", "-s", "engine.threads=1", "--package", str(good)]
+    assert main.main([*args, "--make-golden", str(path)]) == 0
+    return path
+
+
 def test_the_report_as_text_and_as_json(
-    good: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden_file: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "g.npz"
-    args = ["check", "-s", "engine.threads=1", "--package"]
-    main.main([*args, str(good), "--make-golden", str(path)])
-    spoil_body(copy, "layers.2.mlp.down_proj", "Add", "Sub")
+    args = ["check", "-s", "engine.threads=1", "--golden", str(golden_file), "--package", str(copy)]
+    spoil_body(copy, "layers.1.mlp.down_proj", "Add", "Sub")
     capsys.readouterr()
-    assert main.main([*args, str(copy), "--golden", str(path)]) == 1
+    assert main.main(args) == 1
     text = capsys.readouterr().out
     assert "wrong  verify, block 0, operator" in text
-    assert "layers.2.mlp.down_proj (linear): y0 at [" in text
+    assert "layers.1.mlp.down_proj (linear): y0 at [" in text
     assert text.endswith("NOT the same\n")
-    assert main.main([*args, str(copy), "--golden", str(path), "--json"]) == 1
+    assert main.main([*args, "--json"]) == 1
     table = json.loads(capsys.readouterr().out)
     assert table["right"] is False
-    assert table["walks"][0]["wrong"]["step"] == "layers.2.mlp.down_proj"
+    assert table["walks"][0]["wrong"]["step"] == "layers.1.mlp.down_proj"
 
 
 def test_what_does_not_belong_together_is_refused(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, golden_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["check", "-s", "engine.threads=1", "--package", str(good)]
 
@@ -202,9 +208,7 @@ def test_what_does_not_belong_together_is_refused(
         assert main.main([*args, *more]) == 2
         return capsys.readouterr().err
 
-    path = tmp_path / "g.npz"
-    assert main.main([*args, "--make-golden", str(path)]) == 0
-    golden = read(path)
+    golden = read(golden_file)
     other = dataclasses.replace(golden, sources={"target": "0" * 64})
     np.savez(tmp_path / "other.npz", allow_pickle=False, **arrays(other))
     assert "got another config.json: 000000000000" in refused(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loop_models import session
+from support.constrained_model import package
 
 from thor_dflash.cli import main
 from thor_dflash.cli.commands import profile as profile_command
@@ -15,9 +15,8 @@ from thor_dflash.core.errors import EngineError
 
 
 def profile(tmp_path: Path, *more: str) -> int:
-    package = session().model.engine.package  # type: ignore[attr-defined]
     (tmp_path / "ids.json").write_text("[1, 2, 3]")
-    source = ("--package", str(package), "--tokens", str(tmp_path / "ids.json"))
+    source = ("--package", str(package()), "--tokens", str(tmp_path / "ids.json"))
     few = ("--warmup", "1", "--max-tokens", "3", "--ignore-eos", "-s", "engine.threads=1")
     return main.main(["profile", *source, *few, *more])
 

@@ -12,52 +12,37 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
-from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
+from support.constrained_model import package, session
 
-from thor_dflash.builders.build import build
 from thor_dflash.cli import main
 from thor_dflash.cli.commands.score import write_blocks
-from thor_dflash.config.build import BuildConfig
-from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.measure.score import score
-from thor_dflash.runtime.session import open_session
 
 TOKENS = list(range(40))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a package `pkg` and a file `ids.json` of token ids."""
-    root = tmp_path_factory.mktemp("score")
-    write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
-    write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
-    config = BuildConfig(chunk=32, capacity=512)
-    build(root / "target", root / "drafter", root / "pkg", config, Silent())
-    (root / "ids.json").write_text(json.dumps(TOKENS))
-    return root
-
-
-def ask(root: Path, out: Path, *more: str) -> int:
-    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
+def ask(out: Path, *more: str) -> int:
+    ids = out.with_name("ids.json")
+    ids.write_text(json.dumps(TOKENS))
+    source = ("--package", str(package()), "--tokens", str(ids), "-s", "engine.threads=1")
     return main.main(["score", *source, "--out", str(out), *more])
 
 
 @pytest.mark.parametrize("taps", [False, True])
 def test_the_file_is_the_one_that_numpy_writes_of_the_whole(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], taps: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], taps: bool
 ) -> None:
     out = tmp_path / "x.npz"
-    assert ask(root, out, *(["--taps"] if taps else [])) == 0
-    session = open_session(root / "pkg", EngineConfig(), Silent())
-    want = score(session, TOKENS, taps, Silent())
+    assert ask(out, *(["--taps"] if taps else [])) == 0
+    want = score(session(), TOKENS, taps, Silent())
     rows = [f"{out}: {name} float32 {list(array.shape)}" for name, array in want.items()]
     assert capsys.readouterr().out.splitlines() == rows
     np.savez(tmp_path / "want.npz", allow_pickle=False, **want)
     with ZipFile(out) as ours, ZipFile(tmp_path / "want.npz") as theirs:
         assert ours.namelist() == theirs.namelist()
         assert all(ours.read(name) == theirs.read(name) for name in ours.namelist())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["want.npz", "x.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ids.json", "want.npz", "x.npz"]
 
 
 def test_no_more_than_two_blocks_are_held(tmp_path: Path) -> None:
@@ -93,7 +78,6 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ],
 )
 def test_what_was_there_stays_until_the_new_one_is_whole(
-    root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -109,7 +93,7 @@ def test_what_was_there_stays_until_the_new_one_is_whole(
         raise error
 
     monkeypatch.setattr(where, fail)
-    assert ask(root, out) == status
+    assert ask(out) == status
     assert capsys.readouterr().err.endswith(f"{expected}\n")
     assert out.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ids.json", "x.npz"]

@@ -121,6 +121,7 @@ def test_the_command_line_and_the_python_example(start: Start, tmp_path: Path) -
 
 
 @needs_cpp
+@pytest.mark.slow
 def test_the_cpp_example(start: Start, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     start()
     made = program(EXAMPLES / "plan.cpp", pytestconfig, tmp_path)
