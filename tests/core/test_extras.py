@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support import planner_nano
+from support.constrained_model import package
 
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.extras import ENGINE, extra
@@ -25,25 +25,20 @@ SCRIPT = (
 """Runs the command line where importing the package argv[1] fails."""
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planner_nano.package(tmp_path_factory.mktemp("package") / "p")
-
-
 @pytest.mark.parametrize(
     ("missing", "name", "args"),
     [
         ("onnx", "build", "build --target t --out o"),
-        ("onnxruntime", "ort", "generate --prompt hi --package"),
+        ("onnxruntime", "ort", "generate --prompt hi --max-tokens 8 --package"),
         ("jsonschema_rs", "serve", "serve --mock"),
-        ("tokenizers", "ort", "generate --prompt hi --package"),
+        ("tokenizers", "ort", "generate --prompt hi --max-tokens 8 --package"),
         ("tomli_w", "ort", "doctor"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
-    package: Path, tmp_path: Path, missing: str, name: str, args: str
+    tmp_path: Path, missing: str, name: str, args: str
 ) -> None:
-    whole = [*args.split(), *[str(package)] * args.endswith("--package")]
+    whole = [*args.split(), *[str(package())] * args.endswith("--package")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, missing, *whole],
         cwd=tmp_path, capture_output=True, text=True, check=False,

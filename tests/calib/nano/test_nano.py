@@ -25,8 +25,8 @@ from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Session, open_session
 
 TASKS = 36
-"""How many of the 120 held-out tasks the complete suite runs; the quick one runs the shortest of
-each family. Families alternate in them. docs/performance has the results of all.
+"""How many of the 120 held-out tasks the complete suite runs; the quick one runs the shortest two.
+Families alternate in them. docs/performance has the results of all.
 """
 
 
@@ -57,10 +57,10 @@ def test_the_dflash2_drafter_accepts_nearly_whole_blocks(
 def results(session: Session, request: pytest.FixtureRequest) -> list[TaskResult]:
     # Plain decoding takes a cycle for every token: it answers only the shortest tasks.
     some = script.tasks(TASKS)
-    short = {task.family: task for task in sorted(some, key=length, reverse=True)}
     if request.param == "short":
-        least = min(short.values(), key=length)
-        return [plan(session, t, thinking=True, plain=t is least) for t in short.values()]
+        least, more = sorted(some, key=length)[:2]
+        return [plan(session, t, thinking=True, plain=t is least) for t in (least, more)]
+    short = {task.family: task for task in sorted(some, key=length, reverse=True)}
     return [plan(session, t, thinking=True, plain=t is short[t.family]) for t in some]
 
 
@@ -76,8 +76,9 @@ def test_held_out_plans_reach_their_goals(results: list[TaskResult]) -> None:
 
 def test_held_out_accept_length(results: list[TaskResult]) -> None:
     assert accept_length(results) >= 5
-    assert {r.task.family for r in results} == set(FAMILIES)
-    for family in FAMILIES:
+    families = {r.task.family for r in results}
+    assert len(results) < TASKS or families == set(FAMILIES)
+    for family in families:
         assert accept_length(r for r in results if r.task.family == family) >= 5
 
 
