@@ -85,7 +85,8 @@ def write_tensors(
     small: further files.
     Raises: as `write`.
     """
-    settings = {**asdict(plan.config), "threads": 0, **_statistics(plan)}
+    # Any number of threads, and a GPU, write the same bytes.
+    settings = {**asdict(plan.config), "threads": 0, "device": "cpu", **_statistics(plan)}
     own = code(Path(calib.__path__[0]) / "quantize", Path(calib.__path__[0]) / "synthetic")
     key = "\n".join([repr(settings), own, source]).encode(errors="surrogateescape")
     with StagedCheckpoint(out, plan.files, hashlib.sha256(key).hexdigest()) as stage:
@@ -105,7 +106,7 @@ def _statistics(plan: QuantizePlan) -> dict[str, str]:
 def _report(plan: QuantizePlan, rows: Iterable[Row]) -> QuantizeReport:
     found = list(rows)
     settings: dict[str, object] = asdict(plan.config)
-    del settings["threads"]
+    del settings["threads"], settings["device"]
     return QuantizeReport(
         producer=PRODUCER,
         settings=settings,

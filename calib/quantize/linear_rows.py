@@ -119,10 +119,10 @@ class LinearRows:
             return WeightFormat.NVFP4
         return WeightFormat.FP8 if self.linear.scale else WeightFormat.BF16
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
+    def chunks(self, weights: int = CHUNK) -> Iterator[tuple[int, int]]:
         """Yield the first and last (excluded) row of each chunk."""
         rows, columns = self.shape
-        step = max(1, CHUNK // columns)
+        step = max(1, weights // columns)
         return ((at, min(at + step, rows)) for at in range(0, rows, step))
 
     def amax(self, first: int, last: int) -> float:
@@ -136,6 +136,13 @@ class LinearRows:
             where = f"{self.reader.shards.placed(self.linear.codes)}, from row {first} on,"
             finite(values, where)
         return largest
+
+    def narrow(self, first: int, last: int) -> Array:
+        """Return rows as bf16 if they are stored so, else as float32."""
+        linear = self.linear
+        if self.scale is None and self.reader.shards.entry(linear.codes).dtype == DType.BF16.numpy:
+            return self.reader.rows(linear.codes, first, last)
+        return self.read(first, last)
 
     def read(self, first: int, last: int) -> Floats:
         """Return rows as float32 [last - first, K]."""

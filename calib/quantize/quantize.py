@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,11 +17,14 @@ import numpy as np
 
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat, finite
 from thor_dflash.calib.quantize import fp8, nvfp4
+from thor_dflash.calib.quantize.cuda_encoder import CHUNK as GPU_CHUNK
+from thor_dflash.calib.quantize.cuda_encoder import CudaEncoder, Scaling
 from thor_dflash.calib.quantize.linear_rows import LinearRows, TensorReader
 from thor_dflash.calib.quantize.plan import QuantizePlan, WorkUnit
 from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
 from thor_dflash.calib.quantize.statistics import input_of
 from thor_dflash.calib.quantize.tensors import OutputTensor
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.progress import Progress, ProgressTask
 from thor_dflash.core.tensors import DType
@@ -81,9 +85,10 @@ def quantize(
     count = plan.config.threads or os.cpu_count() or 1
     with (
         ThreadPoolExecutor(count) as pool,
+        _encoder(plan) as gpu,
         progress.task("quantising", total, "bytes") as task,
     ):
-        runner = _Runner(plan, stage, reader, Workers(pool, count), task)
+        runner = _Runner(plan, stage, reader, Workers(pool, count), task, gpu)
         for unit in plan.units:
             if unit.label not in done:
                 rows.append(runner.run(unit))
@@ -94,6 +99,13 @@ def quantize(
     return tuple(rows)
 
 
+def _encoder(plan: QuantizePlan) -> AbstractContextManager[CudaEncoder | None]:
+    config = EngineConfig()
+    if plan.config.device == "cpu" or WeightFormat.NVFP4 not in plan.kinds.values():
+        return nullcontext()
+    return CudaEncoder(config.device, config.cubins_directory)
+
+
 @dataclass(frozen=True, slots=True)
 class _Runner:
     plan: QuantizePlan
@@ -101,6 +113,7 @@ class _Runner:
     reader: TensorReader
     workers: Workers
     task: ProgressTask
+    gpu: CudaEncoder | None
 
     def run(self, unit: WorkUnit) -> Row:
         outputs = {tensor.name: _Output(self.stage, tensor) for tensor in unit.tensors}
@@ -158,22 +171,8 @@ class _Runner:
     ) -> int:
         """Write one linear; return how many of its blocks may have lost their values."""
         second = nvfp4.tensor_scale(largest)
-        method, weights = self.plan.config.method, None
-        if method == "act" and self.plan.statistics:
-            inputs = self.plan.statistics.inputs[input_of(rows.linear.name)]
-            weights = nvfp4.channel_weights(inputs.energy)
-
-        def encode(span: tuple[int, int]) -> nvfp4.EncodedRows:
-            if not largest:
-                return nvfp4.zero_rows(span[1] - span[0], rows.shape[1])
-            blocks = nvfp4.as_blocks(rows.read(*span))
-            found = nvfp4.rounded_scales(blocks, second)
-            if method != "rtn":
-                found = nvfp4.searched_scales(blocks, np.float32(largest), weights)
-            return nvfp4.encode(blocks, found, second)
-
         flushed = 0
-        for made in self.workers.each(encode, rows.chunks()):
+        for made in self._encoded(rows, largest):
             codes.write(made.codes.tobytes())
             scales.write(made.scales.tobytes())
             flushed += made.flushed
@@ -188,6 +187,29 @@ class _Runner:
                 )
         scale2.write(second.tobytes())
         return flushed
+
+    def _encoded(self, rows: LinearRows, largest: float) -> Iterator[nvfp4.EncodedRows]:
+        method, weights = self.plan.config.method, None
+        second = nvfp4.tensor_scale(largest)
+        if method == "act" and self.plan.statistics:
+            inputs = self.plan.statistics.inputs[input_of(rows.linear.name)]
+            weights = nvfp4.channel_weights(inputs.energy)
+
+        def encode(span: tuple[int, int]) -> nvfp4.EncodedRows:
+            if not largest:
+                return nvfp4.zero_rows(span[1] - span[0], rows.shape[1])
+            blocks = nvfp4.as_blocks(rows.read(*span))
+            found = nvfp4.rounded_scales(blocks, second)
+            if method != "rtn":
+                found = nvfp4.searched_scales(blocks, np.float32(largest), weights)
+            return nvfp4.encode(blocks, found, second)
+
+        if self.gpu is None or not largest:
+            yield from self.workers.each(encode, rows.chunks())
+            return
+        scaling = Scaling.of(method, largest, weights)
+        for part in self.workers.each(lambda span: rows.narrow(*span), rows.chunks(GPU_CHUNK)):
+            yield self.gpu.encode(part, scaling)
 
     def _fp8(self, rows: LinearRows, amax: float, codes: _Output, scale: _Output) -> None:
         theirs = self.plan.config.dialect == "compressed-tensors"

@@ -35,5 +35,7 @@ class QuantizeConfig:
     """What the checkpoint declares of the KV cache: scales is FP8 with a calibrated scale for each
     layer, cast is FP8 with scale 1, none is nothing; auto is scales with `--statistics`, else cast
     for a target, none for a drafter."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where NVFP4 is encoded; the bytes are the same."""
     threads: Count = 0
     """CPU threads; 0: every core."""

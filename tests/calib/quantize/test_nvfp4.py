@@ -5,10 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from emulator.compiler import COMPILER
 from numpy.typing import NDArray
 from support.checkpoints import nvfp4_quantise
+from support.emulated_encoder import EmulatedEncoder
 
-from thor_dflash.calib.quantize import fp8, nvfp4
+from thor_dflash.calib.quantize import cuda_encoder, fp8, nvfp4
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 VECTOR = """
@@ -29,6 +31,12 @@ MSE = """7d0101627d6a726a
 77563412efcdabf930eaec71dc34e158adde9e1d91af18adeee6689d111ff716
 """
 """Scales, then the codes of the two rows."""
+NEAR = """
+853ff5be05bff2beaaba38bf4c3fd0bed7be6b3faabf94bfaebf523f243ffe3e
+90bfa0be2cbf44bec83ffdbe1ebfa5bf413f243f53bfd4bdb83c98be7abfedbe
+"""
+"""BF16 [2, 16]: blocks of a tensor with the largest value 5, for which two scales are equally good
+but for rounding: the order in which the sixteen errors are added decides."""
 
 
 def vector() -> NDArray[np.float32]:
@@ -130,3 +138,44 @@ def test_a_channel_that_no_prompt_used_keeps_a_weight() -> None:
     assert weights[:, 0, 0].tolist() == [nvfp4.LEAST_WEIGHT] * 16
     assert weights[:, 0, 1].tolist() == [2.0] * 16
     assert (nvfp4.channel_weights(energy * 0) == 1).all()
+
+
+def hard_cases() -> dict[str, NDArray[np.float32]]:
+    """Rows whose bytes are easy to get wrong, beside the distributions."""
+    flat = np.full((2, 64), 1.5, np.float32)
+    tiny = np.full((2, 64), 2.0**-133, np.float32)  # a subnormal number: so are its scales
+    tiny[1, 5] = 2.0**-120
+    far = vector()
+    far[0, 3] = 3e38
+    halves = np.tile(np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]), (4, 8))
+    halves[2] *= -1
+    halves[3] = -0.0
+    near = np.zeros((3, 16), np.float32)
+    near[0, 0] = 5
+    near[1:] = np.frombuffer(bytes.fromhex(NEAR), ml_dtypes.bfloat16).reshape(2, 16)
+    cases = {"vector": vector(), "flat": flat, "tiny": tiny, "far": far, "ties": halves}
+    cases["order of the sum"] = near
+    return cases | {name: w[:6] for name, w in distributions().items()}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("method", ["rtn", "mse", "act"])
+def test_the_kernel_writes_the_same_bytes(method: str, wide: bool) -> None:
+    for name, w in hard_cases().items():
+        rows = w.astype(np.float32 if wide else BF16)
+        exact, weights = rows.astype(np.float32), None
+        amax = float(np.abs(exact).max())
+        if method == "act":
+            energy = np.random.default_rng(7).lognormal(0, 2, w.shape[1]).astype(np.float32)
+            weights = nvfp4.channel_weights(energy)
+        found = EmulatedEncoder().encode(rows, cuda_encoder.Scaling.of(method, amax, weights))
+        second, blocks = nvfp4.tensor_scale(amax), nvfp4.as_blocks(exact)
+        with np.errstate(all="ignore"):
+            scales = nvfp4.rounded_scales(blocks, second)
+            if method != "rtn":
+                scales = nvfp4.searched_scales(blocks, np.float32(amax), weights)
+            want = nvfp4.encode(blocks, scales, second)
+        assert found.scales.tobytes() == want.scales.tobytes(), name
+        assert found.codes.tobytes() == want.codes.tobytes(), name
+        assert found.flushed == want.flushed, name

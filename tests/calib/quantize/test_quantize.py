@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from emulator.compiler import COMPILER
 from support.checkpoints import (
     GEOMETRIES,
     DrafterGeometry,
@@ -22,6 +24,7 @@ from support.checkpoints import (
     write_hollow,
     write_target,
 )
+from support.emulated_encoder import EmulatedEncoder
 
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
 from thor_dflash.builders.checkpoint.target import read_target, target_layout
@@ -34,6 +37,7 @@ from thor_dflash.core.errors import CheckpointError, ConfigError
 from thor_dflash.core.progress import Lines, ProgressTask, Silent
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantize"
+SMALL = replace(GEOMETRIES["gqa2"], layers=2, interval=2, flat_rope=False)
 MODELOPT = QuantizeConfig(method="rtn", dialect="modelopt", threads=2)
 THEIRS = QuantizeConfig(method="rtn", dialect="compressed-tensors", threads=2)
 ALL = QuantizeConfig(preset="all-nvfp4", method="rtn", threads=2)
@@ -102,6 +106,41 @@ def test_the_search_lowers_the_error_of_every_linear(source: Path, tmp_path: Pat
     changed = [name for name in rtn if rtn[name] > 0]
     assert len(changed) == 3 * 3 + 4 + 4 * 3 + 1
     assert all(mse[name] < 0.9 * rtn[name] for name in changed)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
+@pytest.mark.parametrize("dialect", ["bf16", "f16"])
+def test_a_gpu_writes_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Any
+) -> None:
+    made = write_target(tmp_path / "bf16", SMALL, 3, dialect)
+    config = QuantizeConfig(preset="mlp", threads=2)
+    want = files(quantized(made, tmp_path / "cpu", config))
+    monkeypatch.setattr("thor_dflash.calib.quantize.cuda_encoder.CudaEncoder", EmulatedGpu)
+    monkeypatch.setattr("thor_dflash.calib.quantize.quantize.CudaEncoder", EmulatedGpu)
+    monkeypatch.setattr("thor_dflash.calib.quantize.quantize.GPU_CHUNK", 2000)
+    assert files(quantized(made, tmp_path / "gpu", replace(config, device="cuda"))) == want
+    assert EmulatedGpu.calls == 2 * 3 * 4
+
+
+class EmulatedGpu(EmulatedEncoder):
+    """A context manager, as CudaEncoder is."""
+
+    calls = 0
+
+    def __init__(self, device: int, cubins: Path) -> None:
+        del device, cubins
+        type(self).calls = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def encode(self, rows: Any, scaling: Any) -> Any:
+        type(self).calls += 1
+        return super().encode(rows, scaling)
 
 
 # ---- layouts
@@ -323,8 +362,6 @@ def test_a_quantised_source_is_rounded_again_only_on_purpose(tmp_path: Path) -> 
 
 
 def test_columns_that_no_block_fits_are_refused(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     made = write_target(tmp_path / "odd", replace(GEOMETRIES["gqa2"], intermediate=100), 9)
     with pytest.raises(CheckpointError, match=r"down_proj\.weight must have a multiple of 16"):
         plan_of(made, ALL)
