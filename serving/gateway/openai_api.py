@@ -31,7 +31,7 @@ STATUS: Mapping[Code, int] = {
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "n": (1,), "stop": ([],),
+    "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "n": (1,), "stop": ([], [""]),
     "store": (False,), "service_tier": ("auto", "default"), "verbosity": ("medium",),
     "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
     "stream_options.continuous_usage_stats": (False,),

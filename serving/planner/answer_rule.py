@@ -37,6 +37,8 @@ class AnswerRule:
     schema: JsonSchema | None = None
     lark: str = ""
     """A grammar instead of a schema; empty: none."""
+    warnings: tuple[str, ...] = ()
+    """What can grow in an answer under `lark`; of a schema its grammar says it."""
 
 
 def rule_of(request: messages.PlanRequest | messages.Validate) -> AnswerRule:
@@ -61,7 +63,7 @@ def _rule_of_skills(skills: SkillSet, name: PlanFormatName) -> AnswerRule:
     try:
         if name in TEXT_FORMATS:
             form = TEXT_FORMATS[name](abilities(skills))
-            return AnswerRule(form, "skills", lark=form.lark())
+            return AnswerRule(form, "skills", lark=form.lark(), warnings=form.warnings())
         waypoints = Nav2Waypoints(skills) if name == "nav2_waypoints" else None
         schema = read_schema(schema_of(skills) if waypoints is None else waypoints.schema)
         return AnswerRule(waypoints or JsonPlan(SchemaValidator(schema)), "skills", schema)

@@ -438,9 +438,10 @@ class SessionBackend:
             out["prompt_tokens"] = len(self._prompt(messages, thinking=True).ids)
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
-        if (grammar := self._grammar(rule_of(request))) is not None:
+        rule = rule_of(request)
+        if (grammar := self._grammar(rule)) is not None:
             out["compile_ms"] = grammar.compile_ms
-            out["warnings"] = grammar.warnings
+            out["warnings"] = grammar.warnings or rule.warnings
         return out
 
     # --- prefixes

@@ -90,6 +90,16 @@ class TextPlanFormat(ABC):
             return {"format": self.name, "body": body, "steps": steps}, True
         return None, False
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return what lets an answer grow without end, as JsonSchema.warnings does."""
+        return tuple(
+            f"skills.{skill}.args.{name} must be an integer or a choice "
+            "(got a number with any count of digits)"
+            for skill, args in self.able.skills.items()
+            for name, kind in args.items()
+            if schema_of(kind, self.able).get("type") == "number"
+        )
+
     def sample(self) -> str:
         """Return a plan of up to three skills, for a server without a model."""
         chosen = list(self.able.skills.items())[: min(3, self.able.max_steps)]

@@ -130,7 +130,7 @@ def test_a_value_that_asks_for_nothing_changes_nothing_and_any_other_is_refused(
                        "function_call": None}]},
         {"messages": [{**CHAT[0], "tool_calls": []}]},
         {"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
-        {"tool_choice": "auto", "parallel_tool_calls": True, "stop": None},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "stop": [""]},
         {"x_anything": [1]},
         {"messages": [{"role": "user", "content": [
             {"type": "text", "text": "Bring", "image_url": None},

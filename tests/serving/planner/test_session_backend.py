@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 from support.constrained_model import PLAN
+from support.plan_formats import skills
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
 from thor_dflash.runtime.grammar.compiler import COMPILE_S
 from thor_dflash.runtime.grammar.schema import read
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.serving.client import Message, PlanError, PlanRequest
+from thor_dflash.serving.client import Chunk, Message, PlanError, PlanRequest, Result
 from thor_dflash.serving.planner.backend import Backend, drive
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
@@ -22,6 +23,7 @@ from thor_dflash.serving.planner.schema_validator import SchemaValidator
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol.messages import PrefixPut, Validate
+from thor_dflash.serving.protocol.skills import PlanFormatName
 
 SYSTEM = "You plan for one arm. " + "It can pick, place and wait; nothing else at all. " * 6
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
@@ -130,6 +132,26 @@ def test_a_schema_is_obeyed_whatever_the_weights(backend: SessionBackend) -> Non
         assert (result.status, result.plan_valid) == ("ok", True), result
         assert SchemaValidator(read(PLAN)).valid(result.plan)
         assert [chunk.step for chunk in chunks] == result.plan["steps"]
+
+
+@pytest.mark.parametrize("name", ["bt_cpp_xml", "pddl_plan", "nav2_waypoints"])
+def test_a_format_is_obeyed_whatever_the_weights(
+    backend: SessionBackend, name: PlanFormatName
+) -> None:
+    ask = PlanRequest(
+        prompt="Pick the mug.", thinking="off", stream="steps", skills=skills(name),
+        plan_format=name,
+    )  # fmt: skip
+    *chunks, result = LocalPlanner(backend).stream(ask)
+    assert isinstance(result, Result)  # after 40 tokens: cut, or complete
+    steps: Any = result.plan["steps"] if result.plan else []
+    assert [chunk.step for chunk in chunks if isinstance(chunk, Chunk)] == steps
+    assert result.plan_valid == bool(steps)
+    assert result.status == ("ok" if result.finish_reason == "stop" else "partial")
+    checked = backend.validate(Validate(skills=skills(name), plan_format=name))
+    grows = ["number with any count" in line for line in checked["warnings"]]
+    assert all(grows)
+    assert bool(grows) == (name != "pddl_plan")  # whose skills have no number
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(30, 0), (80, 1), (160, 2)])
