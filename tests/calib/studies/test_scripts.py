@@ -28,7 +28,6 @@ def ended(monkeypatch: pytest.MonkeyPatch, line: str) -> object:
     [
         ("grammar_quality /none/p", "/none/p must be a package directory"),
         ("heldout --package /none/p", "/none/p must be a package directory"),
-        ("sampling /none/p", "/none/p must be a package directory"),
         ("policies --target /none/t --drafter /none/d", "/none/t must be a checkpoint"),
     ],
 )
@@ -46,6 +45,7 @@ def test_a_file_that_is_not_there_is_one_line(
     [
         (f"policies {PAIR} --tasks 0", "--tasks: must be an integer >= 1 (got 0)"),
         (f"policies {PAIR} nothing", "or width (got nothing)"),
+        ("sampling --limit 0", "--limit: must be an integer >= 1 (got 0)"),
     ],
 )
 def test_a_wrong_option_is_named(
