@@ -16,6 +16,7 @@ from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, p
 
 from thor_dflash.config.decode import BudgetConfig, RelaxedConfig, SamplingConfig
 from thor_dflash.core.errors import RequestError
+from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import SAMPLE
 from thor_dflash.plugins.numpy_noise import DRAFT, noise
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
@@ -50,6 +51,18 @@ def drafter(kind: str, truth: list[int]) -> Proposer:
         "three": drafts(lambda n: truth[n : n + 3]),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
     }[kind]
+
+
+def drawing(how: SamplingConfig, length: int) -> dict[str, Array]:
+    """The inputs of `sample` for a request, whose min_p is off."""
+    return {
+        "length": np.array([length], np.int32),
+        "seed": np.array([how.seed, 0], np.int32),
+        "temperature": np.array([how.temperature], np.float32),
+        "top_k": np.array([how.top_k], np.int32),
+        "top_p": np.array([how.top_p], np.float32),
+        "min_log_p": np.array([-np.inf], np.float32),
+    }
 
 
 class Caps(Policy):
@@ -191,22 +204,14 @@ def test_the_tokens_are_those_of_the_operator() -> None:
             s.model.prefill(context[:-1][start : start + s.model.chunk], observe=False)
         s.model.write_tokens([context[-1]])
         s.model.verify()
-        x = {
-            "logits": s.model.read("logits")[:1],
-            "length": np.array([len(context) - 1], np.int32),
-            "seed": np.array([how.seed, 0], np.int32),
-            "temperature": np.array([how.temperature], np.float32),
-            "top_k": np.array([how.top_k], np.int32),
-            "top_p": np.array([how.top_p], np.float32),
-            "min_log_p": np.array([-np.inf], np.float32),
-        }
+        x = {"logits": s.model.read("logits")[:1], **drawing(how, len(context) - 1)}
         a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
         assert SAMPLE.reference(x, a)["choice"][0] == token
         context.append(token)
 
 
 # ---- rejection -----------------------------------------------------------------------------------
-REJECTION = replace(QWEN, acceptance="rejection")
+REJECTION = replace(QWEN, acceptance="rejection", temperature=0.8)
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -223,19 +228,12 @@ def test_rejection_decides_by_what_each_draft_was_drawn_from(second: bool) -> No
         own = s.model.read("draft_logits")[1:, : s.manifest.vocab_limit]
         best = np.argsort(-own, axis=1, kind="stable")[:, :16]
         assert np.array_equal(law["candidates"][:-1], best)
-        assert np.array_equal(law["scores"][:-1], np.take_along_axis(own, best, axis=1))
+        scaled = np.take_along_axis(own, best, axis=1) * (1 / np.float32(0.8))
+        assert np.array_equal(law["scores"][:-1], scaled)
     for i in range(block - 1):
         score = law["scores"][i] + noise(11, np.array(length + 1 + i), law["candidates"][i], DRAFT)
         assert x["tokens"][i + 1] == law["candidates"][i][score.argmax()]
-    how = {
-        "length": np.array([length], np.int32),
-        "seed": np.array([QWEN.seed, 0], np.int32),
-        "temperature": np.array([QWEN.temperature], np.float32),
-        "top_k": np.array([QWEN.top_k], np.int32),
-        "top_p": np.array([QWEN.top_p], np.float32),
-        "min_log_p": np.array([-np.inf], np.float32),
-        "drawn": np.array([block - 1], np.int32),
-    }
+    how = drawing(REJECTION, length) | {"drawn": np.array([block - 1], np.int32)}
     a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
     choice = SAMPLE.reference(x | law | how, a)["choice"]
     agreed = int((choice[:-1] == x["tokens"][1:]).cumprod().sum())
@@ -246,7 +244,8 @@ def test_rejection_decides_by_what_each_draft_was_drawn_from(second: bool) -> No
 def test_drafts_that_were_not_drawn_leave_the_coupled_answer(kind: str) -> None:
     truth = list(truth_of("qwen"))
     proposer = NoDrafter() if kind == "none" else drafter(kind, truth)
-    assert answer(session(), replace(ONE, sampling=REJECTION), proposer) == truth
+    request = replace(ONE, sampling=replace(QWEN, acceptance="rejection"))
+    assert answer(session(), request, proposer) == truth
 
 
 def test_rejection_follows_a_grammar() -> None:
