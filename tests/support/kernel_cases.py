@@ -88,10 +88,10 @@ QUICK = """
     more_strongest_last_float8_e4m3fn more_queries_between_two_numbers
     causal_1_window_24_at_25_float32_from_25 causal_1_window_24_at_200000_float32
     more_16_rows_causal_1_window_100_at_191 more_16_rows_causal_0_window_0_at_500
-    more_wide_16_rows_behind more_drawn_at_200000 more_odd_width
+    more_wide_16_rows_behind more_drawn_at_200000 more_odd_width more_rejection
     more_rising_24_rows more_zeros_eps_theta at_39_bfloat16 more_16_rows_at_150_2x128
     more_100_rows_at_155_2x128 more_key_between_two_numbers more_partly_rotary_2_heads
-    qwen ties_top_k_15 ties_top_p_14 id_map extremes_all more_1x9001
+    qwen ties_top_k_15 ties_top_p_14 id_map extremes_all more_1x9001 whole_rejecting
     more_verify_16_rows_fold_2_of_16_records_bfloat16
     more_verify_16_rows_fold_16_of_16_states_bfloat16
     more_prefill_64_rows_fold_16_of_16_records_bfloat16_valid_33 more_gates_at_their_ends_verify

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
+from support.published_templates import by_jinja, published, published_template, source_of
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.text.chat_template import Template
 from thor_dflash.runtime.text.messages import chat
 from thor_dflash.runtime.text.tool_calls import Tool, tools_of
 
-DATA = Path(__file__).parents[4] / "shared/data"
-published = pytest.mark.skipif(not DATA.is_dir(), reason="the published templates are not here")
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "move_to", "description": "é <b>", "parameters": {
         "type": "object", "properties": {"label": {"type": "string"}, "x": {"type": "number"}},
@@ -39,53 +35,35 @@ LOOP: list[Any] = [
 ]  # fmt: skip
 
 
-def template(tmp_path: Path, name: str) -> Template:
-    source = (DATA / f"{name}_chat_template.jinja").read_text(encoding="utf-8")
-    (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
-    return Template.load(tmp_path)
-
-
-def by_jinja(name: str, messages: list[Any], tools: list[Any], **options: Any) -> str:
-    env = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    env.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    env.globals["raise_exception"] = lambda text: pytest.fail(text)
-    source = (DATA / f"{name}_chat_template.jinja").read_text(encoding="utf-8")
-    return env.from_string(source).render(
-        messages=messages, tools=tools, add_generation_prompt=True, **options
-    )
-
-
 @published
 @pytest.mark.parametrize("name", ["qwen36", "qwen38"])
 @pytest.mark.parametrize(
     "options", [{"enable_thinking": True}, {"enable_thinking": False, "preserve_thinking": True}]
 )
-def test_a_loop_renders_as_jinja_renders_it(
-    tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
-    found = template(tmp_path, name).render(chat(LOOP), tools=TOOLS, options=options)
+def test_a_loop_renders_as_jinja_renders_it(name: str, options: dict[str, Any]) -> None:
+    found = published_template(name).render(chat(LOOP), tools=TOOLS, options=options)
     parsed = json.loads(json.dumps(LOOP))
     for one in parsed[2]["tool_calls"]:
         one["function"]["arguments"] = json.loads(one["function"]["arguments"])
     parsed[3:] = parsed[:2:-1]
-    assert found == by_jinja(name, parsed, TOOLS, **options)
+    assert found == by_jinja(source_of(name), parsed, TOOLS, **options)
     assert found.index("moved") < found.index("stopped")
 
 
 @published
-def test_numbers_keep_their_characters(tmp_path: Path) -> None:
+def test_numbers_keep_their_characters() -> None:
     arguments = '{"x": 0.10, "y": 1e400, "in": [2.50, {"deep": 1E5}], "n": 9007199254740993}'
     calls = [call("move_to", arguments)]
     messages = [*LOOP[:2], {"role": "assistant", "content": "", "tool_calls": calls}]
-    text = template(tmp_path, "qwen36").render(chat(messages), tools=TOOLS)
+    text = published_template("qwen36").render(chat(messages), tools=TOOLS)
     for number in ("\n0.10\n", "\n1e400\n", '[2.50, {"deep": 1E5}]', "9007199254740993"):
         assert number in text
 
 
 @published
-def test_a_template_says_what_it_reads(tmp_path: Path) -> None:
-    assert {"tools", "preserve_thinking"} <= template(tmp_path, "qwen36").variables
-    assert "reasoning_effort" in template(tmp_path, "qwen38").variables
+def test_a_template_says_what_it_reads() -> None:
+    assert {"tools", "preserve_thinking"} <= published_template("qwen36").variables
+    assert "reasoning_effort" in published_template("qwen38").variables
 
 
 def test_results_keep_the_clients_order_where_ids_do_not_say_one() -> None:
