@@ -52,6 +52,11 @@ def exponential(b: FunctionBuilder, word: str) -> str:
     return b.op("Neg", _log(b, k, b.op("Where", near, b.op("Neg", x), t)))
 
 
+def inverse(b: FunctionBuilder, x: str) -> str:
+    """1 / x. ONNX Runtime would make y / x of y * (1 / x), rounded once, if it saw the 1."""
+    return b.op("Div", b.op("Div", x, x), x)
+
+
 def log(b: FunctionBuilder, x: str) -> str:
     """Natural logarithm of normal positive float32 numbers."""
     return _log(b, *_log_parts(b, x))

@@ -50,7 +50,7 @@ def _ranked(b: FunctionBuilder, x: Inputs, logits: str) -> tuple[str, str, str]:
     top, rows = b.ops("TopK", [logits, ranks], 2, axis=1)
     finite = b.op("Greater", top, b.f32(-np.inf))
     away = b.op("Sub", top, b.take(top, 0, 1, 1))
-    z = b.op("Mul", away, b.op("Div", b.f32(1.0), x["temperature"]))
+    z = b.op("Mul", away, onnx_noise.inverse(b, x["temperature"]))
     # Not-a-number of a row without a choice must not reach a table's index.
     usable = b.op("And", finite, b.op("Not", b.op("IsNaN", z)))
     return rows, b.op("Where", usable, z, b.f32(-np.inf)), finite

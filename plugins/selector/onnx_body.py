@@ -27,7 +27,7 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
         if hidden:
             score = b.op("Add", score, _edges(b, x, token, _row(b, hidden, row), of_row))
         if drawn:
-            score = b.op("Mul", score, b.op("Div", b.f32(1.0), x["temperature"]))
+            score = b.op("Mul", score, onnx_noise.inverse(b, x["temperature"]))
             scores.append(score)
             score = b.op("Add", score, _row(b, drawn, row))
         # Minus infinity plus a number stays behind every candidate.

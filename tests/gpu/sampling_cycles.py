@@ -1,4 +1,4 @@
-"""Times full-size cycles that draw their tokens beside greedy ones.
+"""Times full-size cycles that draw their tokens beside greedy ones, with both kinds of drafters.
 
     python tests/gpu/sampling_cycles.py
 
@@ -11,28 +11,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from thor_dflash.builders.synthetic import write_synthetic
+from dflash2_cycles import opened
+
 from thor_dflash.calib.studies import script
-from thor_dflash.cli.commands.bench import CAPACITY, variants
-from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
+from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Sampling
-from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE
-from thor_dflash.runtime.measure.cuda_bench import CudaBench, open_bench
-from thor_dflash.runtime.measure.random_weights import RandomWeights
+from thor_dflash.runtime.measure.cuda_bench import CudaBench
 
 ROUNDS = 5
 DRAWN = {
@@ -42,8 +37,20 @@ DRAWN = {
     "top_p 0.95": Sampling(temperature=1.0, top_p=0.95, seed=1),
     "min_p 0.05": Sampling(temperature=1.0, min_p=0.05, seed=1),
 }
-ACCEPTS = ("propose", "verify", "accept_sampled", "observe")
-WHOLE = ("propose", "sample_drafts", "verify", "accept_sampled", "observe")
+SHAPES = {"DFlash": "qwen3.6-27b", "DFlash2": "qwen3.8-27b"}
+REJECTION = ("sample_drafts_rejection", "accept_rejection")
+COLUMNS = {
+    "cycle, accept sampled": ("propose", "verify", "accept_sampled", "observe"),
+    "cycle, drafts sampled too": (
+        *("propose", "sample_drafts", "verify", "accept_sampled", "observe"),
+    ),
+    "cycle, rejection": ("propose", REJECTION[0], "verify", REJECTION[1], "observe"),
+}
+ALONE = {
+    "accept alone": "accept_sampled", "drafts alone": "sample_drafts",
+    "rejecting accept alone": REJECTION[1], "rejecting drafts alone": REJECTION[0],
+}  # fmt: skip
+"""The drafts of rejection are drawn before its accept reads them."""
 
 
 SPREAD, PEAK, RISE = 2.5, 100, 12.0
@@ -53,9 +60,8 @@ random weights: the flattest rows, where top_p keeps nearly every id.
 """
 
 
-def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
-    """Row -> column -> milliseconds by round."""
-    rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+def peaked(bench: CudaBench) -> dict[str, Array]:
+    """Logits of a peak in each row, for `accept` and for the drafts."""
     bench.at(CONTEXT, bench.block)
     bench.steps(CYCLE)
     logits = bench.model.read("logits")
@@ -63,6 +69,16 @@ def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
     best = np.argsort(-logits, axis=1)[:, :PEAK]
     rise = np.float32(RISE) * np.linspace(1, 0, PEAK, dtype=np.float32)
     np.put_along_axis(logits, best, np.take_along_axis(logits, best, 1) + rise, 1)
+    width = bench.call("sample_drafts").inputs["draft_logits"].spec.at({})[1]
+    return {"logits": logits, "draft_logits": np.ascontiguousarray(logits[:, :width])}
+
+
+def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
+    """Row -> column -> milliseconds by round."""
+    rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    logits, inputs = peaked(bench), bench.call(REJECTION[1]).inputs
+    bench.engine.write(inputs["drawn"], np.array([bench.block - 1], np.int32))
+    bench.engine.write(inputs["mask"], np.full(inputs["mask"].spec.at({}), -1, np.int32))
     for _ in range(ROUNDS):
         rounds["greedy"]["cycle"].append(bench.steps(CYCLE).median)
         rounds["greedy"]["accept alone"].append(bench.steps(["accept"]).median)
@@ -70,51 +86,45 @@ def measure(bench: CudaBench) -> dict[str, dict[str, list[float]]]:
             bench.model.write_sampling(how)
             bench.at(CONTEXT, bench.block)  # and sends what was written
             found = rounds[name]
-            found["cycle, accept sampled"].append(bench.steps(ACCEPTS).median)
-            found["cycle, drafts sampled too"].append(bench.steps(WHOLE).median)
-            bench.engine.write(bench.call("accept").inputs["logits"], logits)
-            width = bench.call("sample_drafts").inputs["draft_logits"].spec.at({})[1]
-            bench.engine.write(
-                bench.call("sample_drafts").inputs["draft_logits"], logits[:, :width]
-            )
+            for column, steps in COLUMNS.items():
+                found[column].append(bench.steps(steps).median)
+            bench.engine.write(inputs["logits"], logits["logits"])
+            drafts = bench.call("sample_drafts").inputs["draft_logits"]
+            bench.engine.write(drafts, logits["draft_logits"])
             bench.engine.read(bench.call("verify").inputs["length"])
-            found["accept alone"].append(bench.steps(["accept_sampled"]).median)
-            found["drafts alone"].append(bench.steps(["sample_drafts"]).median)
+            for column, step in reversed(ALONE.items()):
+                found[column].append(bench.steps([step]).median)
     return rounds
 
 
-def table(rounds: dict[str, dict[str, list[float]]]) -> list[tuple[object, ...]]:
+def table(drafter: str, rounds: dict[str, dict[str, list[float]]]) -> list[tuple[object, ...]]:
     """A row for each way to draw; what it adds to a cycle is in percent of the greedy cycle."""
     greedy = rounds["greedy"]["cycle"]
-    columns = ("accept alone", "drafts alone", "cycle, accept sampled", "cycle, drafts sampled too")
+    alone = round(statistics.median(rounds["greedy"]["accept alone"]), 4)
+    first = round(statistics.median(greedy), 4)
+    blank = [""] * (len(ALONE) - 1)
     rows: list[tuple[object, ...]] = [
-        ("drawn", *columns, "accept adds, %", "both add, %"),
-        ("greedy", round(statistics.median(rounds["greedy"]["accept alone"]), 4), "",
-         round(statistics.median(greedy), 4), "", "", ""),
-    ]  # fmt: skip
+        (drafter, "greedy", alone, *blank, first, *[""] * (2 * len(COLUMNS) - 1))
+    ]
     for name in DRAWN:
-        times = [rounds[name][c] for c in columns]
+        times = [rounds[name][c] for c in (*ALONE, *COLUMNS)]
         adds = (
             100 * statistics.median(s / g - 1 for s, g in zip(t, greedy, strict=True))
-            for t in times[2:]
+            for t in times[len(ALONE) :]
         )
         cells = (round(statistics.median(t), 4) for t in times)
-        rows.append((name, *cells, *(round(x, 2) for x in adds)))
+        rows.append((drafter, name, *cells, *(round(x, 2) for x in adds)))
     return rows
 
 
 def run(reporter: Reporter) -> list[tuple[object, ...]]:
-    """Open a full-size package and measure it."""
-    variant = next(variants(Config(), ablations=False))
-    variant = replace(variant, build=replace(variant.build, engine="cuda"))
-    cubins = variant.engine.cubins_directory
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        made = write_synthetic("qwen3.6-27b", out, variant.build)
-        fill = RandomWeights(out, cubins)
-        with closing(CudaEngine(out, variant.engine, reporter, fill)) as engine:
-            bench = open_bench(engine, made, CAPACITY, (), cubins)
-            return table(measure(bench))
+    """Open a full-size package of each drafter and measure it."""
+    adds = ("accept adds, %", "both add, %", "rejection adds, %")
+    rows: list[tuple[object, ...]] = [("drafter", "drawn", *ALONE, *COLUMNS, *adds)]
+    for drafter, shape in SHAPES.items():
+        with opened(shape, False, reporter) as bench:
+            rows += table(drafter, measure(bench))
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -46,6 +46,7 @@ def test_every_operator_on_the_device_agrees_with_its_definition(
     assert report.right, [walk.wrong for walk in report.walks]
     assert {walk.graph for walk in report.walks} == {
         "verify", "accept", "accept_sampled", "propose", "sample_drafts", "observe",
+        "sample_drafts_rejection", "accept_rejection",
         "prefill", "prefill.chunk32", "observe_chunk", "observe_chunk.chunk32",
     }  # fmt: skip
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.drawn_blocks import decided_by_law
 from support.loop_models import DEAD, answer, drafts, erring, oracle
 from support.planner_nano import package, request, tasks
+from support.planner_nano import request as nano_request
 from support.poisoned_memory import poison
 
 from thor_dflash.config.decode import SamplingConfig
@@ -103,6 +105,22 @@ def test_a_dflash2_drafter_gives_the_plain_answer(second: Session, how: str) -> 
         lengths.append(second.report().spec.accept_len)
     print(f"{np.mean(lengths):.2f} tokens a cycle, of 8")
     assert np.mean(lengths) > 6
+
+
+@pytest.mark.parametrize("drafter", ["session", "second"])
+def test_rejection_decides_by_what_each_draft_was_drawn_from(
+    drafter: str, request: pytest.FixtureRequest
+) -> None:
+    s: Session = request.getfixturevalue(drafter)
+    how = SamplingConfig(temperature=0.8, top_k=50, seed=3, acceptance="rejection")
+    lengths: list[float] = []
+    for index in range(0, len(tasks()), 8):
+        asked = replace(nano_request(s, index), sampling=how)
+        decided_by_law(s, asked)
+        assert len(answer(s, asked, DflashDrafter())) > 8
+        lengths.append(s.report().spec.accept_len)
+    print(f"{np.mean(lengths):.2f} tokens a cycle")
+    assert np.mean(lengths) > 3
 
 
 def test_an_oracle_gives_a_full_block_a_cycle(session: Session) -> None:

@@ -5,6 +5,7 @@ are skipped unless `../shared/data`, beside the checkout, has it (CONTRIBUTING.m
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,16 @@ def published_template(name: str) -> Template:
     return Template(source_of(name), {}, DATA)
 
 
-def by_jinja(source: str, messages: list[Any], tools: list[Any], **options: Any) -> str:
-    """What jinja itself makes of a template."""
+@cache
+def _compiled(source: str) -> jinja2.Template:
     env = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     env.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     env.globals["raise_exception"] = lambda text: pytest.fail(text)
-    return env.from_string(source).render(
+    return env.from_string(source)
+
+
+def by_jinja(source: str, messages: list[Any], tools: list[Any], **options: Any) -> str:
+    """What jinja itself makes of a template."""
+    return _compiled(source).render(
         messages=messages, tools=tools, add_generation_prompt=True, **options
     )

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from support import constrained_model
 from support.constrained_model import constrained
+from support.drawn_blocks import decided_by_law, drawing
 from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
 
 from thor_dflash.config.decode import BudgetConfig, RelaxedConfig, SamplingConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import SAMPLE
-from thor_dflash.plugins.numpy_noise import DRAFT, noise
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request
@@ -51,18 +50,6 @@ def drafter(kind: str, truth: list[int]) -> Proposer:
         "three": drafts(lambda n: truth[n : n + 3]),
         "random": drafts(lambda n: [int(t) for t in rng.integers(0, 240, 15)]),
     }[kind]
-
-
-def drawing(how: SamplingConfig, length: int) -> dict[str, Array]:
-    """The inputs of `sample` for a request, whose min_p is off."""
-    return {
-        "length": np.array([length], np.int32),
-        "seed": np.array([how.seed, 0], np.int32),
-        "temperature": np.array([how.temperature], np.float32),
-        "top_k": np.array([how.top_k], np.int32),
-        "top_p": np.array([how.top_p], np.float32),
-        "min_log_p": np.array([-np.inf], np.float32),
-    }
 
 
 class Caps(Policy):
@@ -216,28 +203,7 @@ REJECTION = replace(QWEN, acceptance="rejection", temperature=0.8)
 
 @pytest.mark.parametrize("second", [False, True])
 def test_rejection_decides_by_what_each_draft_was_drawn_from(second: bool) -> None:
-    """From the tensors of a block, row by row, by the references of the operators."""
-    s = session(second=second)
-    run = s.run(replace(ONE, sampling=REJECTION), DflashDrafter())
-    tokens = next(chunk.tokens for chunk in run if chunk.tokens)
-    run.close()
-    block, length = s.model.block, len(ONE.prompt) - 1
-    x = {name: s.model.read(name) for name in ("logits", "tokens")}
-    law = {name: s.model.read(f"draft.{name}") for name in ("candidates", "scores")}
-    if not second:
-        own = s.model.read("draft_logits")[1:, : s.manifest.vocab_limit]
-        best = np.argsort(-own, axis=1, kind="stable")[:, :16]
-        assert np.array_equal(law["candidates"][:-1], best)
-        scaled = np.take_along_axis(own, best, axis=1) * (1 / np.float32(0.8))
-        assert np.array_equal(law["scores"][:-1], scaled)
-    for i in range(block - 1):
-        score = law["scores"][i] + noise(11, np.array(length + 1 + i), law["candidates"][i], DRAFT)
-        assert x["tokens"][i + 1] == law["candidates"][i][score.argmax()]
-    how = drawing(REJECTION, length) | {"drawn": np.array([block - 1], np.int32)}
-    a = SAMPLE.complete({"vocab": s.manifest.vocab_limit, "first": 1})
-    choice = SAMPLE.reference(x | law | how, a)["choice"]
-    agreed = int((choice[:-1] == x["tokens"][1:]).cumprod().sum())
-    assert list(tokens) == choice[: agreed + 1].tolist()
+    decided_by_law(session(second=second), replace(ONE, sampling=REJECTION))
 
 
 @pytest.mark.parametrize("kind", ["none", "erring"])
