@@ -24,7 +24,7 @@ from thor_dflash.calib.studies.drafters import DRAFTERS
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.progress import Progress, Silent, choose
+from thor_dflash.core.progress import ProgressTask, Silent, choose
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, Proposal
@@ -69,7 +69,7 @@ class Kind:
 
 
 def row(
-    session: Session, tasks: Sequence[Task], how: SamplingConfig, bar: Progress
+    session: Session, tasks: Sequence[Task], how: SamplingConfig, bar: ProgressTask
 ) -> list[object]:
     """Accept lengths and valid plans of one way to draw."""
     kinds = coupled, rejecting, best = Kind(), Kind(rejection=True), Kind(BestDrafts())
