@@ -76,7 +76,8 @@ def row(
     for seed, task in enumerate(tasks):
         drawn = replace(how, seed=seed) if how.temperature else how
         truth = coupled.answer(session, task, drawn)
-        assert best.answer(session, task, drawn) == truth, f"{task.name} depends on its drafts"
+        same = best.answer(session, task, drawn)
+        assert same == truth, f"{task.name} depends on its drafts"
         rejecting.answer(session, task, drawn)
         bar.advance(1)
     lengths = [round(kind.tokens / kind.cycles, 2) for kind in kinds]

@@ -11,26 +11,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from thor_dflash.builders.synthetic import write_synthetic
+from support.full_size import opened
+
 from thor_dflash.calib.studies import script
-from thor_dflash.cli.commands.bench import CAPACITY, hollow, variants
-from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
-from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, THOR_READ
-from thor_dflash.runtime.measure.cuda_bench import CudaBench, open_bench, operators
-from thor_dflash.runtime.measure.random_weights import RandomWeights
+from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 
 ROUNDS = 3
 FIRST, SECOND = "qwen3.6-27b", "qwen3.8-27b"
@@ -41,23 +34,6 @@ PACKAGES = {
 }
 """Name -> shape, and whether the drafter has a reduced vocabulary."""
 PARTS = ("linear", "head", "draft_attention", "draft_conv", "selector", "compose")
-
-
-@contextmanager
-def opened(shape: str, reduced: bool, reporter: Reporter) -> Iterator[CudaBench]:
-    """An open package of random weights."""
-    variant = next(variants(Config(), ablations=False))
-    variant = replace(variant, build=replace(variant.build, engine="cuda"))
-    cubins = variant.engine.cubins_directory
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name)
-        if reduced:
-            made = hollow(shape, out, variant)
-        else:
-            made = write_synthetic(shape, out, variant.build)
-        fill = RandomWeights(out, cubins)
-        with closing(CudaEngine(out, variant.engine, reporter, fill)) as engine:
-            yield open_bench(engine, made, CAPACITY, (), cubins)
 
 
 def times(bench: CudaBench) -> dict[str, float]:

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from dflash2_cycles import opened
+from support.full_size import opened
 
 from thor_dflash.calib.studies import script
 from thor_dflash.core.progress import Progress as Reporter
