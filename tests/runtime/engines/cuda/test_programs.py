@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from emulator.compiler import COMPILER, EmulatorFault
 from stand_ins.emulated_driver import emulate
+from support.drawn_blocks import decided_by_law
 from support.engine_pair import DEVICE, SECOND, Pair, opened, packages, paired
 from support.loop_models import answer
 from support.poisoned_memory import poison
 
+from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.session import Request
 
@@ -53,6 +55,21 @@ def test_a_dflash2_drafter_drafts_what_onnx_runtime_drafts(
         for forced in ([], [3], [], [4, 5, 6]):
             made.cycle(forced)
     assert made.agreed.count(True) >= 3, "the rounding of bf16 may change a draft"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [False, True])
+def test_rejection_decides_by_what_each_draft_was_drawn_from(
+    second: bool, root: Path, tmp_path: Path
+) -> None:
+    made, block = (packages(tmp_path, SECOND), 8) if second else (root, 16)
+    how = SamplingConfig(temperature=0.8, top_k=40, top_p=0.95, seed=6, acceptance="rejection")
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch, DEVICE)
+        with closing(opened(made / "cuda", block)) as session:
+            decided_by_law(session, Request(prompt=tuple(range(40)), max_tokens=20, sampling=how))
+            rejecting = "propose+sample_drafts_rejection+verify+accept_rejection+observe"
+            assert rejecting in session.model.engine.busy()
 
 
 def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
