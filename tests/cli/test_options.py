@@ -108,6 +108,7 @@ def test_of_an_unknown_option_its_name_is_repeated(capsys: pytest.CaptureFixture
     """argparse takes the option's value for the TEXT, and what is left over is the TEXT."""
     line = refused(capsys, "plan", "--shcema", "plan.json", "hi")
     assert line.startswith("unrecognized arguments: --shcema: did you mean --schema?")
+    assert refused(capsys, "plan", "hi", "ho", "--shcema", "x") == line
     assert refused(capsys, "plan", "hi", "ho").startswith("unrecognized arguments: ho")
 
 
