@@ -8,13 +8,13 @@ kernels), so their chunks are unknown.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from thor_dflash.runtime.text.packed_ids import ID_BYTES, packed
+
 Digest = bytes
-ID_BYTES = array("i").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,23 @@ class HashedPrompt:
         return least
 
 
-def hashed(tokens: Sequence[int], chunk: int, scope: str) -> HashedPrompt:
-    """Hash a prompt. Prompts of different scopes have no chunk in common.
+NOTHING_HASHED = HashedPrompt((), b"")
+
+
+def hashed(
+    tokens: Sequence[int], chunk: int, scope: str, earlier: HashedPrompt = NOTHING_HASHED
+) -> HashedPrompt:
+    """Hash a prompt. Prompts of different scopes have no chunk in common. `earlier` is any other of
+    the same chunk and scope, whose digests are taken over as far as both begin alike.
 
     256 bits of BLAKE2b: two prompts with the same digest cannot be made, not even on purpose.
     """
-    ids = array("i", tokens).tobytes()
+    ids = packed(tokens)
     whole, step = (len(tokens) - 1) // chunk, chunk * ID_BYTES
-    found: list[Digest] = []
-    last = blake2b(f"{chunk} {scope}".encode(), digest_size=32).digest()
-    for start in range(0, whole * step, step):
+    same = min(whole, len(earlier.chunks), HashedPrompt((), ids).common(earlier.ids) // chunk)
+    found = list(earlier.chunks[:same])
+    last = found[-1] if found else blake2b(f"{chunk} {scope}".encode(), digest_size=32).digest()
+    for start in range(same * step, whole * step, step):
         last = blake2b(last + ids[start : start + step], digest_size=32).digest()
         found.append(last)
     return HashedPrompt(tuple(found), ids)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from thor_dflash.config.decode import (
     GREEDY,
     NO_BUDGET,
@@ -38,6 +40,7 @@ from thor_dflash.runtime.policies.speculation_gate import GateRule, SpeculationG
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
 from thor_dflash.runtime.session.recent_answers import RecentAnswers
 from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation, Lease
+from thor_dflash.runtime.text.packed_ids import packed
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
 
@@ -428,6 +431,14 @@ def _check_stop(request: Request) -> None:
         )
 
 
+def _all_below(vocab: int, prompt: Sequence[int]) -> bool:
+    try:
+        ids = np.frombuffer(packed(prompt), np.int32)
+    except OverflowError:
+        return False
+    return bool(ids.min() >= 0 and ids.max() < vocab)
+
+
 def check_request(
     model: ModelRunner, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]
 ) -> None:
@@ -439,7 +450,7 @@ def check_request(
     vocab = model.manifest.target.vocab
     if not prompt:
         raise RequestError("prompt must have at least one token (got none)")
-    if not 0 <= min(prompt) <= max(prompt) < vocab:
+    if not _all_below(vocab, prompt):
         i, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab)
         raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
     if max_tokens < 1:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from thor_dflash.runtime.decoding.kv_log import Digest, HashedPrompt, hashed
+from thor_dflash.runtime.decoding.kv_log import NOTHING_HASHED, Digest, HashedPrompt, hashed
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
@@ -68,9 +68,6 @@ class _Kept:
     """When a request was last at it or past it, s."""
     ended: bool = False
     """Its conversation has ended: it is not found any more, and the decoding thread releases it."""
-
-
-NOTHING_HASHED = HashedPrompt((), b"")
 
 
 class Lease:
@@ -195,10 +192,12 @@ class TurnCache:
     def hashed(self, prompt: Sequence[int], scope: str) -> HashedPrompt:
         """The whole chunks of a prompt without its last token. Thread-safe."""
         chunk, last = self.model.chunk, self._last
-        # A request is looked up several times, and 28,000 ids take a millisecond.
-        if last is not None and last[0] is prompt and last[1:3] == (scope, chunk):
-            return last[3]
-        found = hashed(prompt, chunk, scope)
+        earlier = NOTHING_HASHED
+        if last is not None and last[1:3] == (scope, chunk):
+            earlier = last[3]
+            if last[0] is prompt:  # a request is looked up several times
+                return earlier
+        found = hashed(prompt, chunk, scope, earlier)
         if isinstance(prompt, tuple):
             self._last = prompt, scope, chunk, found
         return found

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import groupby
 from typing import Any, NoReturn, cast
+
+import msgspec
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
@@ -14,6 +17,8 @@ from thor_dflash.core.strict_records import as_list, as_table
 ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id")
 _ONLY = {"tool_calls": "assistant", "tool_call_id": "tool"}
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_SHORT = 4096
 ChatTurn = dict[str, Any]
 """A checked message: texts, and `tool_calls` as [{"function": {"name", "arguments"}}], where the
 arguments are the JSON text of an object."""
@@ -82,16 +87,24 @@ def _call(call: Mapping[str, object], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.function.name must be a text (got {show(name)})")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    try:
-        is_object = isinstance(json.loads(arguments, parse_constant=_no_constant), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+    if not _is_object(arguments):
         raise RequestError(
             f"{where}.function.arguments must be a JSON text of an object (got {show(arguments)})"
         )
     check_utf8(f"{where}.function", name + arguments)
     return {"id": call.get("id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _is_object(text: str) -> bool:
+    """Whether Python's own decoder, which the template's process uses, makes a mapping of it."""
+    if len(text) < _SHORT:  # Python refuses longer integers
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            _OBJECT.decode(text)  # takes less than Python's, in a tenth of the time
+            return True
+    try:
+        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _no_constant(word: str) -> NoReturn:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.text.packed_ids import packed, remember
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 Boundary = Literal["system", "user", "prompt"]
@@ -56,7 +57,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._by_turn = tokenizer.has_added(START)
-        self._kept: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
+        """By their text, the ids of turns, also packed."""
         self._size = 0
         self._lock = threading.Lock()
 
@@ -67,19 +69,24 @@ class PromptEncoder:
             RequestError: as Tokenizer.encode.
         """
         turns = _turns(text) if self._by_turn else [text]
-        ids: list[int] = []
+        found: list[int] = []
+        parts: list[bytes] = []
         ends: list[int] = []
         for turn in turns:
-            ids += self._ids(turn)
-            ends.append(len(ids))
-        return EncodedPrompt(tuple(ids), text, _boundaries(turns, ends))
+            part, packed_part = self._ids(turn)
+            found += part
+            parts.append(packed_part)
+            ends.append(len(found))
+        remember(ids := tuple(found), b"".join(parts))
+        return EncodedPrompt(ids, text, _boundaries(turns, ends))
 
-    def _ids(self, turn: str) -> tuple[int, ...]:
+    def _ids(self, turn: str) -> tuple[tuple[int, ...], bytes]:
         with self._lock:
             if (found := self._kept.get(turn)) is not None:
                 self._kept.move_to_end(turn)
                 return found
-        found = tuple(self._tokenizer.encode(turn))
+        ids = self._tokenizer.encode(turn)
+        found = tuple(ids), packed(ids)
         with self._lock:
             self._size += len(turn) if turn not in self._kept else 0
             self._kept[turn] = found

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+import msgspec
+
 from thor_dflash.core.errors import ThorError
 
 SECONDS = 2
@@ -58,19 +60,18 @@ class TemplateProcess:
         Raises:
             ThorError: the system gives no process.
         """
-        request = {
-            "source": source, "names": names, "messages": messages,
-            "tools": tools, "options": options,
-        }  # fmt: skip
+        request = {"source": source, "names": names, "tools": tools, "options": options}
         try:
-            # Without escapes, which would take several times as long.
-            line = json.dumps(request, ensure_ascii=False).encode() + b"\n"
+            # Without escapes, which would take several times as long. Messages are most of it, and
+            # their texts need nothing that only Python's own encoder has.
+            line = json.dumps(request, ensure_ascii=False).encode()
+            lines = b"%b\n%b\n" % (line, msgspec.json.encode(messages))
         except UnicodeEncodeError as e:
             return "invalid", str(e)
         with self._lock:
             child = self._running()
             try:
-                found = _exchange(child, line)
+                found = _exchange(child, lines)
             except BaseException:  # Ctrl-C: the next request must not get this answer
                 child.kill()
                 self._ended(child)
@@ -119,11 +120,11 @@ class TemplateProcess:
         return f"a process that ended with status {status}, out of memory perhaps"
 
 
-def _exchange(child: subprocess.Popen[bytes], line: bytes) -> tuple[Kind, str] | None:
+def _exchange(child: subprocess.Popen[bytes], lines: bytes) -> tuple[Kind, str] | None:
     """Send a request; return the answer, None if the process ended instead."""
     streams: Any = child
     try:
-        streams.stdin.write(line)
+        streams.stdin.write(lines)
         streams.stdin.flush()
     except BrokenPipeError:
         return None

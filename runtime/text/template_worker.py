@@ -1,8 +1,9 @@
 """The script of the process that renders chat templates: see template_process.py.
 
-Reads requests from stdin, each a line of JSON with "source", "names", "messages", "tools" and
-"options"; with null for the messages a template is only compiled, and the text is a JSON list of
-the variables that it reads. Arguments of tool calls are JSON texts.
+Reads requests from stdin, each two lines of JSON: one with "source", "names", "tools" and
+"options", and the messages. With null for these a template is only compiled, and the text is a JSON
+list of the variables that it reads. Arguments of tool calls are JSON texts, so no message holds a
+number.
 Writes answers to stdout, each a line `<kind> <bytes>` and so many bytes of UTF-8: a kind of `text`
 with the text, or `invalid` (the template) or `refused` (the messages) with the reason.
 
@@ -24,6 +25,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, cast
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -214,7 +216,8 @@ def main(seconds: float, memory: int, limit: int) -> None:
     for line in sys.stdin.buffer:
         # Processor time, which other programs on the machine do not use up.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        kind, text = answer(json.loads(line), limit)
+        messages = msgspec.json.decode(sys.stdin.buffer.readline())
+        kind, text = answer({**json.loads(line), "messages": messages}, limit)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(f"{kind} {len(text)}\n".encode() + text)
         sys.stdout.buffer.flush()

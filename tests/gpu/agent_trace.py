@@ -2,12 +2,17 @@
 the copies of kept states.
 
     python tests/gpu/agent_trace.py TRACE.jsonl --tokenizer DIR --accept 4.5 [--also 3.5 5.9]
-        [--whole NAME] [--copies] [--memory] [--seconds S] [--reports DIR]
+        [--whole NAME ...] [--copies] [--memory] [--from N] [--conversations N] [--seconds S]
+        [--reports DIR]
 
 Times are those of a planner with an assumed acceptance. `--also`: every EVERY-th turn is answered
 again with these, from the same state, to see that a cycle takes the same time; totals for them are
-computed from the cycles of every turn. `--whole`: at the end one conversation without reuse, in
+computed from the cycles of every turn. `--whole`: at the end some conversations without reuse, in
 prefill steps of WHOLE_CHUNK rows. Prints figures, as `thor-dflash bench` does.
+
+Where a call has a time limit, `--seconds` ends a replay in time, and `--from` resumes it with the
+conversation that it broke off in; agent_whole.py takes the reports together. `--package` rehearses
+with a package of any engine instead; what needs a GPU is then left out.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -35,6 +41,7 @@ from thor_dflash.calib.replay.replay_report import ReplayReport, ReplaySubject, 
 from thor_dflash.calib.replay.session_replay import SessionReplay
 from thor_dflash.cli.commands.replay import random_session
 from thor_dflash.cli.report.replay_page import page
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core import strict_records
 from thor_dflash.core.progress import Progress as Reporter
@@ -44,7 +51,7 @@ from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.measure.bench_report import LINEARS, THOR_READ, Figure, table
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
 
 SHAPE = "qwen3.6-27b"
@@ -174,7 +181,8 @@ def predicted(session: Session, report: ReplayReport) -> Iterator[Figure]:
     bound by arithmetic as well, for which nothing was measured on a Thor: the bytes give the least.
     """
     engine = session.model.engine
-    assert isinstance(engine, CudaEngine)
+    if not isinstance(engine, CudaEngine):
+        return
     runner = Runner(engine.driver, Config().engine.cubins_directory)
     bench = CudaBench(engine, session.model, runner, {}, 0)
     weights = sum(bench.bytes(name, LINEARS) for name in ("verify", "propose", "observe"))
@@ -280,41 +288,64 @@ def measure(args: argparse.Namespace, reporter: Reporter) -> Iterator[Figure]:
     """Everything that was asked for."""
     until = time.perf_counter() + args.seconds
     trace = read_trace(args.trace)
-    config = Config()
-    engine = dataclasses.replace(config.engine, chunk=WHOLE_CHUNK)
-    config = dataclasses.replace(config, engine=engine)
-    with random_session(SHAPE, args.tokenizer, config, REUSE, reporter) as session:
+    last = None if args.conversations is None else args.begin + args.conversations
+    part = RecordedTrace(trace.sha256, trace.conversations[args.begin : last])
+    with opened(args, reporter) as session:
         steps_of(session, CHUNK)
         if args.copies:
             yield from copies(session)
         if args.memory:
             yield from memory(session)
             steps_of(session, CHUNK)
-        with reporter.task("replaying"):
-            report, again = replayed(session, trace, args, until, reuse=True)
-        yield from figures(f"trace, steps of {CHUNK}", report)
-        totals = session.turns.totals
-        yield Figure("trace", "swapped out", totals.swapped_out / 1e9, "GB")
-        yield Figure("trace", "swapped in", totals.swapped_in / 1e9, "GB")
-        yield from others(report, again)
-        yield from predicted(session, report)
-        save(args, f"accept-{args.accept:g}", report)
-        found = [one for one in trace.conversations if one.name == args.whole]
-        if found and time.perf_counter() < until:
+        if part.conversations:
+            yield from with_reuse(session, part, args, until, reporter)
+        for name in args.whole:
+            found = tuple(one for one in trace.conversations if one.name == name)
             steps_of(session, WHOLE_CHUNK)
-            part = RecordedTrace(trace.sha256, tuple(found))
-            with reporter.task("without reuse"):
-                whole, _ = replayed(session, part, args, until, reuse=False)
-            yield from figures(f"{args.whole} without reuse, steps of {WHOLE_CHUNK}", whole)
-            same = [turn for turn in report.turns if turn.conversation == args.whole]
-            kept = ReplayReport(report.subject, replay_report.totals(same, len(same), 0.0), ())
-            yield from figures(f"{args.whole} with reuse, steps of {CHUNK}", kept)
-            save(args, f"whole-{args.whole}", whole)
+            with reporter.task(f"{name} without reuse"):
+                one = RecordedTrace(trace.sha256, found)
+                whole, _ = replayed(session, one, args, until, reuse=False)
+            save(args, f"whole-{name}", whole)
+            yield from figures(f"{name} without reuse, steps of {session.model.chunk}", whole)
+
+
+@contextmanager
+def opened(args: argparse.Namespace, reporter: Reporter) -> Generator[Session]:
+    """The full size with random weights, or a package."""
+    if args.package:
+        config = EngineConfig(threads=1)
+        with closing(open_session(args.package, config, reporter, reuse=REUSE >> 9)) as session:
+            yield session
+        return
+    config = Config()
+    engine = dataclasses.replace(config.engine, chunk=WHOLE_CHUNK)
+    config = dataclasses.replace(config, engine=engine)
+    with random_session(SHAPE, args.tokenizer, config, REUSE, reporter) as session:
+        yield session
+
+
+def with_reuse(
+    session: Session,
+    trace: RecordedTrace,
+    args: argparse.Namespace,
+    until: float,
+    reporter: Reporter,
+) -> Iterator[Figure]:
+    """Replay conversations, and what follows from it."""
+    with reporter.task("replaying"):
+        report, again = replayed(session, trace, args, until, reuse=True)
+    save(args, f"accept-{args.accept:g}" + (f"-from-{args.begin}" if args.begin else ""), report)
+    yield from figures(f"trace, steps of {session.model.chunk}", report)
+    totals = session.turns.totals
+    yield Figure("trace", "swapped out", totals.swapped_out / 1e9, "GB")
+    yield Figure("trace", "swapped in", totals.swapped_in / 1e9, "GB")
+    yield from others(report, again)
+    yield from predicted(session, report)
 
 
 def steps_of(session: Session, rows: int) -> None:
     """Read prompts in other steps, with nothing kept."""
-    session.model.chunk = rows
+    session.model.chunk = min(rows, max(session.model.chunks))
     session.turns = TurnCache(session.model)
     session.model.state.log.chunks.clear()
 
@@ -332,16 +363,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--accept", type=float, required=True)
     parser.add_argument("--also", type=float, nargs="*", default=[])
-    parser.add_argument("--whole", default="")
+    parser.add_argument("--whole", nargs="*", default=[])
+    parser.add_argument("--package", type=Path)
+    parser.add_argument("--from", type=int, default=0, dest="begin")
+    parser.add_argument("--conversations", type=int)
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--reports", type=Path)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(arguments)
+    known = [one.name for one in read_trace(args.trace).conversations]
+    if unknown := [name for name in args.whole if name not in known]:
+        parser.error(f"--whole must be conversations of the trace (got {unknown[0]})")
+    if (args.tokenizer is None) == (args.package is None):
+        parser.error("either --tokenizer or --package must be given")
     reporter = choose(sys.stderr)
     rows = list(measure(args, reporter))
     reporter.close()

@@ -1,10 +1,13 @@
-"""Completes a replay of agent_trace.py that ended early, and checks it against the design.
+"""Puts the parts of a replay of agent_trace.py together, and checks them against the design.
 
-    python tests/gpu/agent_whole.py TRACE.jsonl REPORT.json --tokenizer DIR [--json]
+    python tests/gpu/agent_whole.py TRACE.jsonl REPORT.json ... --tokenizer DIR
+        [--without WHOLE.json ...] [--json]
 
-REPORT.json is what `agent_trace.py --reports` wrote. What a turn reads follows from its ids: the
-whole chunks up to the last boundary of the turn before are held. Turns that were replayed must have
-read just that; turns that were not are given the measured time of a step and of a cycle.
+A REPORT.json is what one call of `agent_trace.py --reports` wrote (accept-*.json); of a turn that
+is in several, the last one counts. What a turn reads follows from its ids: the whole chunks up to
+the last boundary of the turn before are held. Turns that were replayed must have read just that;
+turns that were not are given the measured time of a step and of a cycle. A WHOLE.json
+(whole-*.json) is a conversation without reuse, which is set beside the same one with it.
 """
 
 from __future__ import annotations
@@ -55,9 +58,37 @@ class Work:
         return -(-(self.prompt - 1 - self.held) // chunk)
 
 
-def works(trace: RecordedTrace, tokenizer: Tokenizer, chunk: int) -> list[Work]:
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A turn: what it has to do, and what was measured of it, if anything was."""
+
+    work: Work
+    turn: ReplayTurn | None
+
+
+def joined(
+    trace: RecordedTrace, encoder: TurnEncoder, chunk: int, reports: Sequence[ReplayReport]
+) -> list[Done]:
+    """Every turn of the trace. A report begins with an empty memory."""
+    found = {(w.conversation, w.turn): Done(w, None) for w in works(trace, encoder, chunk)}
+    for report in reports:
+        names = {turn.conversation for turn in report.turns}
+        part = tuple(one for one in trace.conversations if one.name in names)
+        own = {
+            (w.conversation, w.turn): w
+            for w in works(RecordedTrace(trace.sha256, part), encoder, chunk)
+        }
+        found |= {
+            (t.conversation, t.turn): Done(own[t.conversation, t.turn], t)
+            for t in report.turns
+            if not t.error
+        }
+    return list(found.values())
+
+
+def works(trace: RecordedTrace, encoder: TurnEncoder, chunk: int) -> list[Work]:
     """Every turn, as the design has it: conversations one after the other, and enough memory."""
-    encoder, found = TurnEncoder(tokenizer), list[Work]()
+    found = list[Work]()
     seen: dict[tuple[int, ...], None] = {}
     for conversation in trace.conversations:
         for number, turn in enumerate(conversation.turns, 1):
@@ -71,9 +102,9 @@ def works(trace: RecordedTrace, tokenizer: Tokenizer, chunk: int) -> list[Work]:
     return found
 
 
-def check(every: Sequence[Work], report: ReplayReport, chunk: int) -> Iterator[Figure]:
+def check(every: Sequence[Done], chunk: int) -> Iterator[Figure]:
     """How many replayed turns did what the design says."""
-    pairs = list(zip(every, report.turns, strict=False))
+    pairs = [(done.work, done.turn) for done in every if done.turn is not None]
     same = [
         (w.prompt, w.held, w.answer, w.steps(chunk))
         == (t.prompt_tokens, t.cached_tokens, t.answer_tokens, t.prefill_steps)
@@ -85,14 +116,16 @@ def check(every: Sequence[Work], report: ReplayReport, chunk: int) -> Iterator[F
     )
 
 
-def whole(every: Sequence[Work], report: ReplayReport, chunk: int) -> Iterator[Figure]:
+def whole(turns: Sequence[Done], forced: str, chunk: int) -> Iterator[Figure]:
     """The sums over all turns."""
     section = "whole trace"
+    every = [one.work for one in turns]
     read = sum(w.prompt - w.held for w in every)
-    done = report.turns
-    rest = every[len(done) :]
+    done = [one.turn for one in turns if one.turn is not None]
+    rest = [one.work for one in turns if one.turn is None]
     step, cycle = _step_ms(done), _cycle_ms(done)
-    prefill = (report.totals.prefill_s or 0.0) + sum(w.steps(chunk) for w in rest) * step / 1e3
+    measured = sum(t.prefill_ms or 0.0 for t in done)
+    prefill = (measured + sum(w.steps(chunk) for w in rest) * step) / 1e3
     yield Figure(section, "turns", len(every), "")
     yield Figure(section, "prompt tokens", sum(w.prompt for w in every), "")
     yield Figure(section, "prompt tokens read", read, "")
@@ -108,9 +141,11 @@ def whole(every: Sequence[Work], report: ReplayReport, chunk: int) -> Iterator[F
     yield Figure(section, "prefill without reuse, computed", steps * ms / 1e3, "s", note)
     for accept in ACCEPTS:
         cycles = sum(cycles_of(w.answer, accept) for w in every)
-        own = f"{accept:g}" == report.subject.forced
-        more = sum(cycles_of(w.answer, accept) for w in rest) * cycle / 1e3
-        decode = (report.totals.decode_s or 0.0) + more if own else cycles * cycle / 1e3
+        decode = cycles * cycle
+        if f"{accept:g}" == forced:
+            more = sum(cycles_of(w.answer, accept) for w in rest) * cycle
+            decode = sum(t.decode_ms or 0.0 for t in done) + more
+        decode /= 1e3
         yield Figure(section, f"cycles at {accept:g}", cycles, "")
         yield Figure(section, f"decode at {accept:g}", decode, "s")
         yield Figure(section, f"prefill and decode at {accept:g}", prefill + decode, "s")
@@ -135,10 +170,30 @@ def thor(every: Sequence[Work], chunk: int) -> Iterator[Figure]:
             yield Figure(section, f"both at {accept:g} {label}, at least", both, "min")
 
 
-def by_turn(report: ReplayReport) -> Iterator[Figure]:
+def beside(every: Sequence[Done], report: ReplayReport) -> Iterator[Figure]:
+    """A conversation without reuse and, of the same turns, with it."""
+    keys = {(turn.conversation, turn.turn) for turn in report.turns if not turn.error}
+    with_reuse = [
+        one.turn
+        for one in every
+        if one.turn is not None and (one.work.conversation, one.work.turn) in keys
+    ]
+    names = ", ".join(dict.fromkeys(name for name, _ in keys))
+    for label, turns in (("without reuse", report.turns), ("with reuse", with_reuse)):
+        section = f"{names}, {label}"
+        read = sum((t.prompt_tokens or 0) - (t.cached_tokens or 0) for t in turns)
+        yield Figure(section, "turns", len(turns), "")
+        yield Figure(section, "prompt tokens read", read, "")
+        yield Figure(section, "prefill", sum(t.prefill_ms or 0.0 for t in turns) / 1e3, "s")
+        yield Figure(section, "decode", sum(t.decode_ms or 0.0 for t in turns) / 1e3, "s")
+
+
+def by_turn(turns: Sequence[ReplayTurn]) -> Iterator[Figure]:
     """Medians over the conversations, by the number of the turn."""
     for first, last in ((1, 1), (2, 10), (11, 20), (21, 30), (31, 40), (41, 50), (51, 61)):
-        some = [t for t in report.turns if first <= t.turn <= last and t.ttft_ms is not None]
+        some = [t for t in turns if first <= t.turn <= last and t.ttft_ms is not None]
+        if not some:
+            continue
         name = f"turn {first}" if first == last else f"turns {first} to {last}"
         prompt = median(t.prompt_tokens or 0 for t in some)
         note = f"prompts of {prompt:,.0f} tokens, median"
@@ -157,18 +212,28 @@ def main(arguments: list[str] | None = None) -> int:
     """Compute and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("trace", type=Path)
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
+    parser.add_argument("--without", type=Path, nargs="*", default=[])
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(arguments)
-    report = strict_records.load(ReplayReport, args.report, RequestError)
-    chunk = int(report.subject.settings["chunk"])
-    every = works(read_trace(args.trace), Tokenizer.load(args.tokenizer), chunk)
+    reports, without = (
+        [strict_records.load(ReplayReport, path, RequestError) for path in paths]
+        for paths in (args.reports, args.without)
+    )
+    kinds = {(r.subject.trace, r.subject.forced, r.subject.settings["chunk"]) for r in reports}
+    trace = read_trace(args.trace)
+    if len(kinds) > 1 or {r.subject.trace for r in (*reports, *without)} != {trace.sha256}:
+        parser.error("the reports must be of this trace, with one acceptance and one chunk")
+    [(_, forced, size)] = kinds
+    chunk = int(size)
+    every = joined(trace, TurnEncoder(Tokenizer.load(args.tokenizer)), chunk, reports)
     rows = [
-        *check(every, report, chunk),
-        *whole(every, report, chunk),
-        *by_turn(report),
-        *thor(every, chunk),
+        *check(every, chunk),
+        *whole(every, forced, chunk),
+        *by_turn([one.turn for one in every if one.turn is not None]),
+        *(row for report in without for row in beside(every, report)),
+        *thor([one.work for one in every], chunk),
     ]
     print(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) if args.json else table(rows))
     return 0

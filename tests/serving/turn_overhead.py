@@ -108,7 +108,7 @@ def measure(trace: Path, tokenizer: Path) -> list[tuple[object, ...]]:
             ask = read(body)
             given = validation.messages_of(None, ask.messages)
             source = (tokenizer / tokenizer_files.TEMPLATE).read_text(encoding="utf-8")
-            line = request_line(source, chat(given), longest)
+            lines = request_lines(source, chat(given), longest)
             text = backend.tokenizer.render(given, False, longest.tools)
             encoder = PromptEncoder(backend.tokenizer)
             encoder.encode(text)
@@ -120,7 +120,7 @@ def measure(trace: Path, tokenizer: Path) -> list[tuple[object, ...]]:
                 "find what is held, at the start": timed(
                     lambda: session.turns.hashed(prompt, admitted.conversation.scope)
                 ),
-                "template process": timed(lambda: rendered(line)),
+                "template process": timed(lambda: rendered(lines)),
             }
             within = {
                 "of it: check the chat": timed(lambda: chat(given)),
@@ -144,16 +144,19 @@ def request_of(prompt: tuple[int, ...]) -> Request:
     return Request(prompt=prompt, max_tokens=8, drafter="none")
 
 
-def request_line(source: str, turns: object, conversation: RecordedConversation) -> str:
+def request_lines(
+    source: str, turns: object, conversation: RecordedConversation
+) -> tuple[str, bytes]:
     """What the template process reads."""
-    request = {"source": source, "names": {}, "messages": turns, "tools": conversation.tools,
+    request = {"source": source, "names": {}, "tools": conversation.tools,
                "options": {"enable_thinking": False}}  # fmt: skip
-    return json.dumps(request, ensure_ascii=False)
+    return json.dumps(request, ensure_ascii=False), msgspec.json.encode(turns)
 
 
-def rendered(line: str) -> bytes:
-    """What the template process does with a line, here so that its time can be read."""
-    kind, text = template_worker.answer(json.loads(line), template_process.LENGTH)
+def rendered(lines: tuple[str, bytes]) -> bytes:
+    """What the template process does with a request, here so that its time can be read."""
+    request = {**json.loads(lines[0]), "messages": msgspec.json.decode(lines[1])}
+    kind, text = template_worker.answer(request, template_process.LENGTH)
     assert kind == "text"
     return text
 

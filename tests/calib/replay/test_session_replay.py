@@ -282,3 +282,32 @@ def test_an_interrupt_keeps_what_was_measured(
     assert main(["replay", trace, "--package", str(package(template=TEMPLATE)), "--json"]) == 130
     totals_ = json.loads(capsys.readouterr().out)["totals"]
     assert (totals_["answered"], totals_["missing"]) == (1, 1)
+
+
+# ---- the scripts that measure on a GPU ---------------------------------------------------
+@pytest.mark.slow
+def test_the_scripts_for_a_gpu_run_to_their_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rehearsed in two parts, the second of which resumes, and conversations without reuse."""
+    from gpu import agent_trace, agent_whole  # they need the extras of a GPU's engine
+
+    trace, made = write(tmp_path / "t.jsonl", rows(3, 3)), package(template=TEMPLATE)
+    reports = tmp_path / "reports"
+    for part in ("--conversations 2", "--from 1 --whole c0 c2", "--conversations 0 --whole c1"):
+        run = ["--accept", "4.5", "--reports", str(reports), *part.split()]
+        assert agent_trace.main([str(trace), "--package", str(made), *run]) == 0
+    found = sorted(path.name for path in reports.glob("*.json"))
+    accepts = ["accept-4.5-from-1.json", "accept-4.5.json"]
+    assert found == [*accepts, "whole-c0.json", "whole-c1.json", "whole-c2.json"]
+    capsys.readouterr()
+    given = [str(reports / name) for name in reversed(accepts)]
+    without = ["--without", *(str(reports / f"whole-c{i}.json") for i in range(3))]
+    command = [str(trace), *given, "--tokenizer", str(made), *without, "--json"]
+    assert agent_whole.main(command) == 0
+    figures = {(r["section"], r["name"]): r["value"] for r in json.loads(capsys.readouterr().out)}
+    done, same = (value for (section, _), value in figures.items() if section == "design")
+    assert done == same == figures["whole trace", "turns"] == 9
+    name = "prompt tokens read"
+    for i in range(3):
+        assert figures[f"c{i}, with reuse", name] < figures[f"c{i}, without reuse", name]
