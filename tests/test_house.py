@@ -38,7 +38,7 @@ MAY = dict(
     llguidance runtime/grammar/* tests/*
     rich thor_dflash/core/pro* thor_dflash/core/plan* thor_dflash/cli/commands/* calib/demo* tests/*
     zmq serving/* tests/*
-    msgspec serving/* thor_dflash/* tests/*
+    msgspec serving/* thor_dflash/* runtime/text/template_*.py runtime/text/messages.py tests/*
     jsonschema_rs serving/planner/schema_validator.py tests/*
     starlette serving/gateway/* tests/*
     uvicorn serving/gateway/http_server.py tests/*

@@ -172,22 +172,33 @@ class OrtEngine:
         array = _ort(tensor).now.array
         return array[tuple(slice(n) for n in shape or array.shape)].copy()
 
-    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
+    def swap_out(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
         """See Engine."""
-        for place, rows in self._swapped(at, parts):
-            place[:] = rows
+        for step in range(count):
+            for place, rows in self._swapped(at + step * stride, parts, step):
+                place[:] = rows
 
-    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
+    def swap_in(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
         """See Engine."""
-        for place, rows in self._swapped(at, parts):
-            rows[:] = place
+        for step in range(count):
+            for place, rows in self._swapped(at + step * stride, parts, step):
+                rows[:] = place
 
-    def _swapped(self, at: int, parts: Sequence[TensorRows]) -> Iterator[tuple[Array, Array]]:
-        """The reserved memory of each part, viewed as the part's rows, and those rows."""
+    def _swapped(
+        self, at: int, parts: Sequence[TensorRows], step: int
+    ) -> Iterator[tuple[Array, Array]]:
+        """The reserved memory of each part, viewed as the part's rows, and those rows; `step` parts
+        further on.
+        """
         for part in parts:
             rows = _ort(part.tensor).now.array
             if part.stop:
-                rows = rows[:, part.start : part.stop]
+                size = part.stop - part.start
+                rows = rows[:, part.start + step * size : part.stop + step * size]
             place = self._reserved[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
             yield place, rows
             at += rows.nbytes

@@ -128,12 +128,18 @@ class Engine(Protocol):
         """Zero a tensor."""
         ...
 
-    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
-        """Copy parts into the reserved memory, one after the other from byte `at`."""
+    def swap_out(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
+        """Copy parts into the reserved memory, one after the other from byte `at`. With a `count`,
+        also as many rows of the same tensors that follow, and again, each `stride` bytes further.
+        """
         ...
 
-    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
-        """Copy back what `swap_out` copied from the same parts to byte `at`."""
+    def swap_in(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
+        """Copy back what `swap_out` copied with the same arguments."""
         ...
 
     def read(self, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Array:

@@ -152,7 +152,7 @@ class Session:
         """
         model, chunk = self.model, self.model.chunk
         last = max((at for at, kind in conversation.boundaries if kind == "prompt"), default=0)
-        end = min(last, len(prompt) - 1) // chunk * chunk
+        end = min(last, len(prompt) - 1, model.limit) // chunk * chunk
         prompt = prompt[: end + 1]
         if not model.reuse or self.held(prompt, conversation.scope) >= end or stopped():
             return 0

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
 from thor_dflash.runtime.engines.protocol import Tensor, TensorRows
+from thor_dflash.runtime.text.packed_ids import ID_BYTES
 from thor_dflash.runtime.text.prompt_segments import Boundary
 
 KEPT: Mapping[Boundary, int] = {"system": 1, "user": 1, "prompt": 2}
@@ -255,8 +256,12 @@ class TurnCache:
 
     def _common(self, prompt: HashedPrompt, scope: str) -> int:
         """Tokens in common with the kept prompt that has most of them."""
-        kept = {id(k.ids): k.ids for k in self._kept.values() if k.scope == scope}
-        return max(map(prompt.common, kept.values()), default=0)
+        found = 0
+        for kept in reversed(self._kept.values()):  # the newest first, with which most others lose
+            at = slice(found * ID_BYTES, (found + 1) * ID_BYTES)
+            if kept.scope == scope and prompt.ids[at] == kept.ids[at] != b"":
+                found = max(found, prompt.common(kept.ids))
+        return found
 
     def _swapped(self, began: float) -> float:
         """Count the time since `began` as one of copies; return it, ms."""
@@ -275,32 +280,40 @@ class TurnCache:
         with self._lock:
             promised = {d for k in map(self._kept.get, self._leased()) if k for d in k.chain}
         # What is promised goes first, while there is memory.
-        for index in sorted(lost, key=lambda i: log.chunks[i] not in promised):
-            digest = log.chunks[index]
-            if digest is not None and self._users[digest] and digest not in self._stored:
-                self._swap_out(index, digest)
+        order = sorted(lost, key=lambda i: log.chunks[i] not in promised)
+        found = {i: digest for i in order if (digest := log.chunks[i]) is not None}
+        self._swap_out({i: d for i, d in found.items() if d not in self._stored})
 
-    def _swap_out(self, index: int, digest: Digest) -> None:
-        pages = self.layout()
-        if (page := self._take(1)) is None:
-            return  # the boundaries that need it are not found any more
-        at, rows = page[0] * pages.nbytes, pages.chunk_rows(index, self.model.chunk)
-        self.model.engine.swap_out(at, rows)
-        self.totals.swapped_out += pages.cache_bytes
-        if self._users[digest]:  # they may have been evicted for this page
-            self._stored[digest] = page[0]
-        else:
-            pages.free.extend(page)
+    def _swap_out(self, wanted: Mapping[int, Digest]) -> None:
+        """Save chunks by their index that boundaries need, as far as there is memory. Neighbours go
+        to neighbouring pages, to be copied together."""
+        pages, taken, found = self.layout(), list[int](), list[int]()
+        for index, digest in wanted.items():
+            if self._users[digest]:
+                if (free := self._take(1)) is None:
+                    break  # the boundaries that need the others are not found any more
+                taken += free
+                found.append(index)
+        # The boundaries that need a chunk may have been evicted for a page.
+        found = sorted(index for index in found if self._users[wanted[index]])
+        taken.sort()
+        pages.give(taken[len(found) :])
+        for index, page, count in _runs(found, taken):
+            rows = pages.chunk_rows(index, self.model.chunk)
+            self.model.engine.swap_out(page * pages.nbytes, rows, count, pages.nbytes)
+        self.totals.swapped_out += len(found) * pages.cache_bytes
+        with self._lock:
+            self._stored.update(zip((wanted[index] for index in found), taken, strict=False))
 
     def _restore(self, kept: _Kept) -> None:
         """Continue from a boundary."""
         engine, pages, log = self.model.engine, self.layout(), self.model.state.log
-        for index, digest in enumerate(kept.chain):
-            if not log.holds(index, digest):
-                log.writing(index * self.model.chunk, self.model.chunk)
-                at = self._stored[digest] * pages.nbytes
-                engine.swap_in(at, pages.chunk_rows(index, self.model.chunk))
-                self.totals.swapped_in += pages.cache_bytes
+        lost = [i for i, digest in enumerate(kept.chain) if not log.holds(i, digest)]
+        for index, page, count in _runs(lost, [self._stored[kept.chain[i]] for i in lost]):
+            log.writing(index * self.model.chunk, count * self.model.chunk)
+            rows = pages.chunk_rows(index, self.model.chunk)
+            engine.swap_in(page * pages.nbytes, rows, count, pages.nbytes)
+        self.totals.swapped_in += len(lost) * pages.cache_bytes
         for page, parts in zip(kept.pages, pages.light, strict=True):
             engine.swap_in(page * pages.nbytes, parts)
         self.totals.swapped_in += pages.light_bytes
@@ -379,13 +392,14 @@ class TurnCache:
         """With the lock held."""
         pages = self.layout()
         del self._kept[kept.chain[-1]]
-        pages.free.extend(kept.pages)
+        given = list(kept.pages)
         for digest in kept.chain:
             self._users[digest] -= 1
             if not self._users[digest]:
                 del self._users[digest]
                 if (page := self._stored.pop(digest, None)) is not None:
-                    pages.free.append(page)
+                    given.append(page)
+        pages.give(given)
 
     def _why(self, chain: Sequence[Digest]) -> Literal["first", "diverged", "evicted", "too_short"]:
         if not chain:
@@ -393,6 +407,16 @@ class TurnCache:
         if any(digest in self._evicted for digest in chain):
             return "evicted"
         return "diverged" if self._kept else "first"
+
+
+def _runs(indexes: Sequence[int], pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The first index, the first page and the number of neighbours in neighbouring pages."""
+    begin = 0
+    for end in range(1, len(indexes) + 1):
+        last = end == len(indexes)
+        if last or {indexes[end] - indexes[end - 1], pages[end] - pages[end - 1]} != {1}:
+            yield indexes[begin], pages[begin], end - begin
+            begin = end
 
 
 def _one_prompt(one: Sequence[Digest], other: Sequence[Digest]) -> bool:
@@ -500,6 +524,11 @@ class Pages:
             light=tuple(tuple(page) for page in packed),
             light_bytes=_size(light),
         )
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Take pages back. The free ones stay in order, so that neighbours are found together."""
+        self.free.extend(pages)
+        self.free.sort()
 
     def chunk_rows(self, index: int, chunk: int) -> list[TensorRows]:
         """The rows of one chunk of every cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -522,8 +523,13 @@ class SessionBackend:
 
     def idle(self, stopped: Callable[[], bool]) -> float | None:
         answered, self._answered = self._answered, None
+
+        def interrupted() -> bool:
+            time.sleep(self._idle_s)  # as before the steps of a request
+            return stopped()
+
         if answered is not None and not stopped():
-            self._read_ahead(*answered, stopped)
+            self._read_ahead(*answered, interrupted)
         idle_s = self.config.reuse_idle_s
         return self.session.turns.expire(idle_s) if idle_s else None
 
@@ -544,7 +550,10 @@ class SessionBackend:
         turns = validation.messages_of(ask.prompt, ask.messages)
         _, variables = self._effort(ask)
         shape: Any = {"tools": ask.tools or (), "options": variables}
-        prompt = self._prompt([*turns, answer], thinking=prepared.thinks, **shape)
+        try:
+            prompt = self._prompt([*turns, answer], thinking=prepared.thinks, **shape)
+        except PlanError:
+            return  # there is no next turn: the template or the context does not take it
         conversation = replace(admitted.conversation, boundaries=prompt.boundaries)
         self.session.read_ahead(prompt.ids, conversation, stopped)
 

@@ -238,8 +238,7 @@ def copies(session: Session) -> Iterator[Figure]:
             copy(page_at * pages.nbytes, parts)
 
     def caches(copy: Callable[..., None]) -> None:
-        for index in range(chunks):
-            copy(index * pages.nbytes, pages.chunk_rows(index, session.model.chunk))
+        copy(0, pages.chunk_rows(0, session.model.chunk), chunks, pages.nbytes)
 
     for name, work, size in (
         ("light state", light, pages.light_bytes),

@@ -206,27 +206,45 @@ class DeviceTensors:
                 part[:] = self._back.bytes[: len(part)]
         return out
 
-    def swap_out(self, at: int, parts: Sequence[TensorRows]) -> None:
+    def swap_out(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
         """See Engine."""
-        self._swap(at, parts, back=False)
+        self._swap(at, parts, count, stride, back=False)
 
-    def swap_in(self, at: int, parts: Sequence[TensorRows]) -> None:
+    def swap_in(
+        self, at: int, parts: Sequence[TensorRows], count: int = 1, stride: int = 0
+    ) -> None:
         """See Engine."""
-        self._swap(at, parts, back=True)
+        self._swap(at, parts, count, stride, back=True)
 
-    def _swap(self, at: int, parts: Sequence[TensorRows], *, back: bool) -> None:
+    def _swap(
+        self, at: int, parts: Sequence[TensorRows], count: int, stride: int, *, back: bool
+    ) -> None:
         self.driver.enter()
         self.flush()
         place, end = self._reserved_at + at, self._reserved_at + self._reserved
         for part in parts:
             tensor, size = cuda(part.tensor), part.nbytes
-            assert place + size <= end, (part, at)
-            heads, count = (tensor.spec.at({})[0], part.stop - part.start) if part.stop else (1, 1)
+            assert place + (count - 1) * stride + size <= end, (part, at)
+            heads, rows = (tensor.spec.at({})[0], part.stop - part.start) if part.stop else (1, 1)
             pitch, piece = tensor.spec.nbytes({}) // heads, size // heads
-            live = tensor.now + piece // count * part.start, pitch
-            stored = place, piece
-            source, target = (stored, live) if back else (live, stored)
-            self.driver.copy_rows(source, target, piece, heads)
+            live = tensor.now + piece // rows * part.start
+            # A copy takes all steps of one head, or all heads of one step: the host's time for each
+            # is longer than the device's.
+            if count > heads:
+                pairs = [
+                    ((live + head * pitch, piece), (place + head * piece, stride))
+                    for head in range(heads)
+                ]
+            else:
+                pairs = [
+                    ((live + step * piece, pitch), (place + step * stride, piece))
+                    for step in range(count)
+                ]
+            for one, other in pairs:
+                source, target = (other, one) if back else (one, other)
+                self.driver.copy_rows(source, target, piece, max(count, heads))
             place += size
 
     def read_early(self, tensor: CudaTensor, readback: CapturedReadback) -> Array:

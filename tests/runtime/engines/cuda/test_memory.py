@@ -17,6 +17,7 @@ from thor_dflash.core.errors import EngineError, OutOfMemory
 from thor_dflash.core.tensors import Array, DType, TensorSpec
 from thor_dflash.plugins.cuda.driver import STICKY, Driver
 from thor_dflash.runtime.engines.cuda.arena import RESERVE, Arena
+from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.host_writes import (
     RING,
     SLOT,
@@ -25,6 +26,7 @@ from thor_dflash.runtime.engines.cuda.host_writes import (
     StagingRing,
     corners,
 )
+from thor_dflash.runtime.engines.protocol import TensorRows
 
 GB = 1 << 30
 
@@ -188,3 +190,63 @@ def test_a_broken_driver_is_not_asked_again_and_says_that_the_process_must_go(co
     with pytest.raises(EngineError, match=again):
         driver("cuStreamSynchronize", 0)
     assert code in driver.ended
+
+
+class CopyingDriver:
+    """A driver whose copies within the device are made at once, and counted."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = np.random.default_rng(3).integers(0, 256, nbytes, np.uint8)
+        self.copies = 0
+
+    def enter(self) -> None:
+        pass
+
+    def copy_rows(
+        self, source: tuple[int, int], target: tuple[int, int], nbytes: int, count: int
+    ) -> None:
+        self.copies += 1
+        for i in range(count):
+            one, other = source[0] + i * source[1], target[0] + i * target[1]
+            self.memory[other : other + nbytes] = self.memory[one : one + nbytes]
+
+
+SHAPES = (2, 48, 3), (3, 48, 5)
+
+
+@pytest.mark.parametrize(("count", "copies"), [(1, 2), (2, 4), (9, 5)])
+def test_rows_are_swapped_in_as_few_copies_as_possible(count: int, copies: int) -> None:
+    """Pages in the order of their chunks; the copies do not depend on the number of chunks."""
+    rows, begin, reserved, page = 4, 8, 4096, 200
+    driver: Any = CopyingDriver(8192)
+    tensors = DeviceTensors(driver)
+    tensors.flush = lambda: None  # type: ignore[method-assign]
+    tensors._reserved, tensors._reserved_at = 4096, reserved  # pyright: ignore
+    at, parts, ends = 0, list[TensorRows](), list[int]()
+    for shape in SHAPES:
+        tensor = tensors.empty(TensorSpec("x", DType.FP8, shape), {})
+        tensor.places = [at]
+        at += tensor.spec.nbytes({})
+        ends.append(at)
+        parts.append(TensorRows(tensor, begin, begin + rows))
+    live = driver.memory[:at].copy()
+    tensors.swap_out(page, parts, count, page)
+    assert driver.copies == copies
+    for step in range(count):
+        place, start = reserved + page * (step + 1), 0
+        for shape, end in zip(SHAPES, ends, strict=True):
+            first = begin + step * rows
+            own = live[start:end].reshape(shape)[:, first : first + rows].ravel()
+            assert (driver.memory[place : place + own.size] == own).all()
+            place, start = place + own.size, end
+    stored = driver.memory.copy()
+    driver.memory[:at] = 0
+    tensors.swap_in(page, parts, count, page)
+    first, last, start = begin, begin + count * rows, 0
+    for shape, end in zip(SHAPES, ends, strict=True):
+        got, own = (m[start:end].reshape(shape) for m in (driver.memory, live))
+        assert (got[:, first:last] == own[:, first:last]).all()
+        assert not got[:, :first].any()
+        assert not got[:, last:].any(), "nothing else is written"
+        start = end
+    assert (driver.memory[reserved:] == stored[reserved:]).all()
