@@ -26,7 +26,6 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".
 LARGEST_FILE = 1 << 26
 """Largest of the small files, bytes; a tokenizer.json has 20 MB."""
 QUANTISED = (WeightFormat.NVFP4, WeightFormat.FP8)
-ALGORITHMS = {WeightFormat.NVFP4: "W4A16_NVFP4", WeightFormat.FP8: "FP8"}
 PRODUCER = {"name": "thor-dflash", "version": thor_dflash.__version__}
 OUTSIDE = ("mtp*", "model.visual*")
 """Modules of other models in a target's checkpoint, which stay as they are."""
@@ -100,13 +99,12 @@ def _modelopt(plan: QuantizePlan) -> Json:
     if len(found) == 1:
         group = {"group_size": NVFP4_GROUP} if found[0] is WeightFormat.NVFP4 else {}
         return {
-            "quant_algo": ALGORITHMS[found[0]],
+            "quant_algo": _algorithm(plan, found[0]),
             "kv_cache_quant_algo": cache,
             **group,
             "exclude_modules": _excluded(plan),
         }
-    layers: Json = {stem: _layer(WeightFormat.NVFP4) for stem in _named(plan, WeightFormat.NVFP4)}
-    layers |= {stem: _layer(WeightFormat.FP8) for stem in _named(plan, WeightFormat.FP8)}
+    layers: Json = {stem: _layer(plan, kind) for kind in QUANTISED for stem in _named(plan, kind)}
     return {
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": cache,
@@ -114,9 +112,15 @@ def _modelopt(plan: QuantizePlan) -> Json:
     }
 
 
-def _layer(kind: WeightFormat) -> Json:
+def _layer(plan: QuantizePlan, kind: WeightFormat) -> Json:
     group = {"group_size": NVFP4_GROUP} if kind is WeightFormat.NVFP4 else {}
-    return {"quant_algo": ALGORITHMS[kind], **group}
+    return {"quant_algo": _algorithm(plan, kind), **group}
+
+
+def _algorithm(plan: QuantizePlan, kind: WeightFormat) -> str:
+    if kind is WeightFormat.FP8:
+        return "FP8"
+    return "NVFP4" if kind in plan.calibrated else "W4A16_NVFP4"
 
 
 def _modelopt_config(plan: QuantizePlan, own: Json) -> Json:
@@ -127,7 +131,8 @@ def _modelopt_config(plan: QuantizePlan, own: Json) -> Json:
     for kind, weights in ((WeightFormat.NVFP4, nvfp4), (WeightFormat.FP8, fp8)):
         names = _named(plan, kind)
         if names:
-            rows = {"input_activations": fp8} if kind is WeightFormat.FP8 else {}
+            of_rows = kind is WeightFormat.FP8 or kind in plan.calibrated
+            rows = {"input_activations": weights} if of_rows else {}
             groups.append({**rows, "weights": weights, "targets": names if mixed else ["Linear"]})
     out: Json = {
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
@@ -149,6 +154,8 @@ def _compressed_tensors(plan: QuantizePlan) -> Json:
         "weights": _weights(4, "tensor_group", NVFP4_GROUP),
         "input_activations": None,
     }
+    if WeightFormat.NVFP4 in plan.calibrated:
+        nvfp4["input_activations"] = {**nvfp4["weights"], "dynamic": "local"}
     fp8: Json = {
         "format": "float-quantized",
         "weights": _weights(8, "channel", None),

@@ -66,6 +66,11 @@ class QuantizePlan:
         """Size of all shards, bytes."""
         return sum(file.size for file in self.files)
 
+    @property
+    def calibrated(self) -> frozenset[WeightFormat]:
+        """Formats whose linears have a calibrated scale for their rows."""
+        return _calibrated(self.config, self.statistics)
+
     def stem(self, name: str) -> str:
         """Return the stored name of a linear, without `.weight`."""
         return _stem(self.source.linears[name])
@@ -104,7 +109,7 @@ def make_plan(
     dropped = (parts - codes) | {n for n in shards if "self_attn" in n and n.endswith("_scale")}
     copied = [name for name in shards if name not in parts | dropped]
     units = [
-        *_quantised_units(shards, linears, kinds, config.dialect, statistics is not None),
+        *_quantised_units(shards, linears, kinds, config, _calibrated(config, statistics)),
         *_copied_units(shards, copied),
     ]
     if scalars:
@@ -143,10 +148,23 @@ def _settle(
     if drafter and (statistics is not None or config.method == "act"):
         got = "act" if statistics is None else "--statistics"
         raise ConfigError(f"quantize.method must be rtn or mse for a drafter (got {got})")
-    for key, value in (("method", config.method), ("kv", kv)):
-        if value in ("act", "scales") and statistics is None:
+    for key, value in (
+        ("method", config.method),
+        ("kv", kv),
+        ("activations", config.activations),
+    ):
+        if value in ("act", "scales", "nvfp4") and statistics is None:
             raise ConfigError(f"quantize.{key} {value} must go with --statistics (got none)")
     return replace(config, preset=preset, kv=kv)
+
+
+def _calibrated(config: QuantizeConfig, statistics: Statistics | None) -> frozenset[WeightFormat]:
+    found = set[WeightFormat]()
+    if statistics is not None and config.dialect == "modelopt":
+        found.add(WeightFormat.FP8)
+    if config.activations == "nvfp4":
+        found.add(WeightFormat.NVFP4)
+    return frozenset(found)
 
 
 def _quantised_already(
@@ -203,8 +221,8 @@ def _quantised_units(
     shards: Shards,
     linears: Mapping[str, Linear],
     kinds: Mapping[str, WeightFormat | None],
-    dialect: str,
-    calibrated: bool,
+    config: QuantizeConfig,
+    calibrated: frozenset[WeightFormat],
 ) -> Iterator[WorkUnit]:
     groups: dict[str, list[str]] = {}
     for name in linears:
@@ -221,8 +239,8 @@ def _quantised_units(
                 _stem(linears[name]),
                 kind,
                 _shape(shards, linears[name]),
-                dialect,
-                calibrated=calibrated,
+                config.dialect,
+                calibrated=kind in calibrated,
             )
         ]
         codes = [linears[name].codes for name in names]

@@ -135,11 +135,10 @@ class _Runner:
                 tiny += [name] * bool(0 < largest < nvfp4.LEAST_AMAX)
             elif unit.kind is WeightFormat.FP8:
                 self._fp8(rows, amax[name], next(parts), next(parts))
-                if self.plan.statistics and self.plan.config.dialect == "modelopt":
-                    rows_amax = self.plan.statistics.inputs[input_of(name)].amax
-                    next(parts).write(fp8.tensor_scale(rows_amax).tobytes())
             else:
                 self._bf16(rows, next(parts))
+            if unit.kind in self.plan.calibrated:
+                next(parts).write(self._input_scale(name, unit.kind).tobytes())
             zero += [name] * (amax[name] == 0)
         return {
             "unit": unit.label,
@@ -148,6 +147,29 @@ class _Runner:
             "zero": zero,
             "tiny": tiny,
         }
+
+    def _input_scale(self, name: str, kind: WeightFormat) -> np.float32:
+        assert self.plan.statistics is not None
+        amax = self.plan.statistics.inputs[input_of(name)].amax
+        if kind is WeightFormat.FP8:
+            return fp8.tensor_scale(amax)
+        return self._written(nvfp4.tensor_scale(amax), f"activations of {name}", amax)
+
+    def _written(self, scale: np.float32, what: str, amax: float) -> np.float32:
+        """Return a second scale of NVFP4 as the dialect stores it.
+
+        Raises: CheckpointError if its reciprocal is infinite.
+        """
+        if self.plan.config.dialect == "modelopt":
+            return scale
+        with np.errstate(over="ignore"):
+            divisor = np.float32(1) / scale
+        if not np.isfinite(divisor):
+            raise CheckpointError(
+                f"{what} must have a largest value whose scale is no subnormal number for "
+                f"compressed-tensors (got {amax})"
+            )
+        return divisor
 
     def _copy(self, output: _Output) -> None:
         name, size = output.tensor.name, output.tensor.nbytes
@@ -170,22 +192,14 @@ class _Runner:
         scale2: _Output,
     ) -> int:
         """Write one linear; return how many of its blocks may have lost their values."""
-        second = nvfp4.tensor_scale(largest)
         flushed = 0
         for made in self._encoded(rows, largest):
             codes.write(made.codes.tobytes())
             scales.write(made.scales.tobytes())
             flushed += made.flushed
             self._advance(rows, len(made.codes))
-        if self.plan.config.dialect == "compressed-tensors":
-            with np.errstate(over="ignore"):
-                second = np.float32(1) / second
-            if not np.isfinite(second):
-                raise CheckpointError(
-                    f"{self.reader.shards.placed(rows.linear.codes)} must have a largest value "
-                    f"whose scale is no subnormal number for compressed-tensors (got {largest})"
-                )
-        scale2.write(second.tobytes())
+        placed = self.reader.shards.placed(rows.linear.codes)
+        scale2.write(self._written(nvfp4.tensor_scale(largest), placed, largest).tobytes())
         return flushed
 
     def _encoded(self, rows: LinearRows, largest: float) -> Iterator[nvfp4.EncodedRows]:

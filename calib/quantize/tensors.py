@@ -33,7 +33,8 @@ def quantised(
     stem: str, kind: WeightFormat, shape: tuple[int, int], dialect: str, *, calibrated: bool
 ) -> Iterator[OutputTensor]:
     """Yield the tensors of the linear `stem` of `shape` [N, K]: its codes; for NVFP4 its block
-    scales; its scale, but not of BF16; if `calibrated`, for modelopt's FP8 that of its rows.
+    scales; its scale, but not of BF16; if `calibrated`, that of its rows, which FP8 of
+    compressed-tensors never has.
     """
     rows, columns = shape
     if kind is WeightFormat.BF16:
@@ -50,3 +51,6 @@ def quantised(
     yield OutputTensor(f"{stem}.weight{suffix}", "U8", (rows, columns // 2))
     yield OutputTensor(f"{stem}.weight_scale", "F8_E4M3", (rows, columns // NVFP4_GROUP))
     yield OutputTensor(f"{stem}.{scale}", "F32", (1,) if theirs else ())
+    if calibrated:
+        name = "input_global_scale" if theirs else "input_scale"
+        yield OutputTensor(f"{stem}.{name}", "F32", (1,) if theirs else ())

@@ -98,7 +98,7 @@ def quantize(sub: argparse.ArgumentParser) -> None:
          "weights a second time")  # fmt: skip
     _settings(
         sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
-        "quantize.kv", "quantize.device",
+        "quantize.kv", "quantize.activations", "quantize.device",
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def synth(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
     _settings(
         sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
-        "quantize.kv", "quantize.device",
+        "quantize.kv", "quantize.activations", "quantize.device",
     )  # fmt: skip
 
 

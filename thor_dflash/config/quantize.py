@@ -28,6 +28,10 @@ class QuantizeConfig:
     """How NVFP4's block scales are found: mse has the smallest square error, rtn is what
     Model-Optimizer's default gives, byte for byte, and act, which needs `--statistics`, has the
     smallest square error of the outputs."""
+    activations: Literal["none", "nvfp4"] = "none"
+    """Whether NVFP4 linears also get a calibrated scale for their rows, from `--statistics`, and
+    are declared W4A4. An engine with such products then quantises the rows: faster for many rows,
+    less exact. Ours keep them, except TensorRT's own products in prefill."""
     dialect: Literal["auto", "modelopt", "compressed-tensors"] = "auto"
     """Names and scales of the stored tensors; auto is compressed-tensors where a linear is FP8,
     else modelopt. vLLM wants a calibrated input_scale for modelopt's FP8."""

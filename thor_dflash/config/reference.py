@@ -25,6 +25,7 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
     "quantize.method": ("--method", ""),
     "quantize.dialect": ("--dialect", ""),
     "quantize.kv": ("--kv", ""),
+    "quantize.activations": ("--activations", ""),
     "quantize.device": ("--device", ""),
     "calibrate.tokens": ("--tokens", "N"),
     "engine.block": ("--block", "N"),

@@ -166,8 +166,36 @@ def test_modelopts_fp8_gets_the_scale_of_its_rows(source: Path, tmp_path: Path) 
     read_target(tmp_path / "with")
 
 
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("preset", ["mlp", "nvidia"])
+def test_quantised_rows_get_a_scale_and_a_declaration(
+    source: Path, tmp_path: Path, dialect: Any, preset: Any
+) -> None:
+    """As modelopt's NVFP4 and compressed-tensors' W4A4: a multiplier, or a divisor."""
+    path, out = written(source), tmp_path / "out"
+    settings: dict[str, Any] = {"preset": preset, "dialect": dialect, "method": "rtn"}
+    quantized(source, out, path, activations="nvfp4", **settings)
+    quantized(source, tmp_path / "without", path, **settings)
+    inputs, target = read_statistics(path).inputs, read_target(out)
+    plain = read_target(tmp_path / "without")
+    for name in ("layers.0.mlp.up_proj", "layers.3.mlp.down_proj"):
+        scale = np.float32(inputs[input_of(name)].amax) / np.float32(2688)
+        assert target.matrix(name).input_scale == pytest.approx(scale, rel=1e-6)
+        assert plain.matrix(name).input_scale is None
+        assert target.matrix(name).codes.tobytes() == plain.matrix(name).codes.tobytes()
+    table = json.loads((out / "config.json").read_text())["quantization_config"]
+    four = [g for g in table["config_groups"].values() if g["weights"]["num_bits"] == 4]
+    assert [g["input_activations"]["num_bits"] for g in four] == [4]
+    if dialect == "compressed-tensors":
+        assert four[0]["input_activations"]["dynamic"] == "local"
+    elif preset == "mlp":
+        assert table["quant_algo"] == "NVFP4"
+    else:
+        assert {row["quant_algo"] for row in table["quantized_layers"].values()} == {"NVFP4", "FP8"}
+
+
 def test_settings_that_need_statistics_are_refused_without(source: Path, tmp_path: Path) -> None:
-    for settings in ({"method": "act"}, {"kv": "scales"}):
+    for settings in ({"method": "act"}, {"kv": "scales"}, {"activations": "nvfp4"}):
         with pytest.raises(ConfigError, match="must go with --statistics"):
             quantized(source, tmp_path / "out", None, **settings)
     drafter = write_drafter(tmp_path / "d", GEOMETRIES["gqa2"], DrafterGeometry(), 1)
