@@ -228,7 +228,9 @@ class Rehearsal:
                 if name not in ("hashes", "figures"):
                     rows.append([part, name, value])
         layers = self.args.layers or "all"
-        print(json.dumps({f"{self.args.shape}, {layers} layers, {self.args.method}": rows}))
+        rows.insert(1, ["model", "shape", f"{self.args.shape}, {layers} layers"])
+        rows.insert(2, ["model", "method", self.args.method])
+        print(json.dumps({"rehearsal": rows}))
 
 
 PARTS: dict[str, Callable[[Rehearsal], None]] = {
