@@ -17,7 +17,7 @@ from thor_dflash.calib.quantize.cache_scales import CacheScales
 from thor_dflash.calib.quantize.linear_rows import ShardReader, TensorReader
 from thor_dflash.calib.quantize.metadata import CONFIG, PRODUCER, REPORT, metadata, small_files
 from thor_dflash.calib.quantize.plan import QuantizePlan
-from thor_dflash.calib.quantize.quantize import quantize
+from thor_dflash.calib.quantize.quantize import encoder, quantize
 from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
 from thor_dflash.core.progress import Progress
 
@@ -60,6 +60,7 @@ def write(plan: QuantizePlan, out: Path, progress: Progress) -> QuantizeReport:
     Raises:
         CheckpointError: a weight is infinite or NaN; nothing stays.
         ConfigError: `out` cannot be written, or its disk is too small.
+        EngineError: there is no GPU, and the plan wants one.
     """
     directory = plan.source.directory
     config = Fields.read(directory / CONFIG).values
@@ -89,8 +90,9 @@ def write_tensors(
     settings = {**asdict(plan.config), "threads": 0, "device": "cpu", **_statistics(plan)}
     own = code(Path(calib.__path__[0]) / "quantize", Path(calib.__path__[0]) / "synthetic")
     key = "\n".join([repr(settings), own, source]).encode(errors="surrogateescape")
-    with StagedCheckpoint(out, plan.files, hashlib.sha256(key).hexdigest()) as stage:
-        rows = quantize(plan, reader, stage, progress)
+    name = hashlib.sha256(key).hexdigest()
+    with encoder(plan) as gpu, StagedCheckpoint(out, plan.files, name) as stage:
+        rows = quantize(plan, reader, stage, progress, gpu)
         report = _report(plan, rows)
         text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
         stage.finish({**(small or {}), **metadata(plan, config), REPORT: text.encode()})

@@ -22,7 +22,7 @@ from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
 SOURCE = ROOT / "cuda" / "nvfp4_encode.cu"
 THREADS = 256
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 """Weights of a chunk: enough to fill a GPU, and little beside the memory of a host."""
 NO_SEARCH = (1, 0)
 

@@ -73,10 +73,15 @@ class _Output:
 
 
 def quantize(
-    plan: QuantizePlan, reader: TensorReader, stage: StagedCheckpoint, progress: Progress
+    plan: QuantizePlan,
+    reader: TensorReader,
+    stage: StagedCheckpoint,
+    progress: Progress,
+    gpu: CudaEncoder | None = None,
 ) -> tuple[Row, ...]:
     """Write all units that an earlier run has not written; return the journal's line of each.
 
+    gpu: encodes NVFP4; None: the CPU does.
     Raises: CheckpointError for a weight that is infinite or NaN.
     """
     done = stage.finished(progress)
@@ -85,7 +90,6 @@ def quantize(
     count = plan.config.threads or os.cpu_count() or 1
     with (
         ThreadPoolExecutor(count) as pool,
-        _encoder(plan) as gpu,
         progress.task("quantising", total, "bytes") as task,
     ):
         runner = _Runner(plan, stage, reader, Workers(pool, count), task, gpu)
@@ -99,7 +103,11 @@ def quantize(
     return tuple(rows)
 
 
-def _encoder(plan: QuantizePlan) -> AbstractContextManager[CudaEncoder | None]:
+def encoder(plan: QuantizePlan) -> AbstractContextManager[CudaEncoder | None]:
+    """Return the GPU that a plan wants, or None.
+
+    Raises: EngineError: there is no such device, driver or compiler.
+    """
     config = EngineConfig()
     if plan.config.device == "cpu" or WeightFormat.NVFP4 not in plan.kinds.values():
         return nullcontext()

@@ -169,9 +169,7 @@ class StagedCheckpoint:
         """Return the journal's lines of finished units whose bytes are still as they were."""
         total = sum(self._size(row) for row in self._rows)
         found: dict[str, Row] = {}
-        if self._dropped:
-            with progress.task("beginning anew: the stopped run had other settings or sources"):
-                pass
+        self._say_dropped(progress)
         if not self._rows:
             return found
         with progress.task("checking the stopped run", total, "bytes") as task:
@@ -185,11 +183,18 @@ class StagedCheckpoint:
         """Return the journal's lines up to the last one whose bytes are still as they were: for a
         run whose units overwrite what earlier ones wrote.
         """
+        self._say_dropped(progress)
         rows = list(self._rows)
-        with progress.task("checking the stopped run" if rows else "beginning"):
-            while rows and not self._intact(rows[-1]):
-                rows.pop()
+        if rows:
+            with progress.task("checking the stopped run"):
+                while rows and not self._intact(rows[-1]):
+                    rows.pop()
         return rows
+
+    def _say_dropped(self, progress: Progress) -> None:
+        if self._dropped:
+            with progress.task("beginning anew: the stopped run had other settings or sources"):
+                pass
 
     def _intact(self, row: Row) -> bool:
         return all(self._hash(t, n) == digest for t, (n, digest) in row["tensors"].items())

@@ -21,7 +21,7 @@ from support.checkpoints import (
 
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.calib.calibrate.activations import ActivationSums
-from thor_dflash.calib.calibrate.calibrate import calibrate, chosen
+from thor_dflash.calib.calibrate.calibrate import beginnings, calibrate
 from thor_dflash.calib.calibrate.layer_session import CHUNK, LayerSession
 from thor_dflash.calib.quantize import staged_checkpoint
 from thor_dflash.calib.quantize.statistics import Statistics, fingerprint, read_statistics
@@ -193,8 +193,9 @@ def test_activations_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
 
 def test_documents_are_cut_to_the_tokens_wanted() -> None:
     config = CalibrateConfig(tokens=30, context=16)
-    assert [len(d) for d in chosen(DOCUMENTS, config)] == [16, 1, 13]
-    assert [len(d) for d in chosen(DOCUMENTS, CalibrateConfig(tokens=1))] == [1]
+    assert [len(d) for d in beginnings(DOCUMENTS, config, 4096)] == [16, 1, 13]
+    assert [len(d) for d in beginnings(DOCUMENTS, config, 12)] == [12, 1, 12]
+    assert [len(d) for d in beginnings(DOCUMENTS, CalibrateConfig(tokens=1), 4096)] == [1]
 
 
 # ---- hostile files

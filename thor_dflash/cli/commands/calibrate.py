@@ -23,17 +23,18 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
 
     with extra("build"), extra("ort"):
         from thor_dflash.builders.checkpoint.target import read_target
-        from thor_dflash.calib.calibrate.calibrate import calibrate, chosen
+        from thor_dflash.calib.calibrate.calibrate import beginnings, calibrate
         from thor_dflash.calib.documents import read_documents
         from thor_dflash.package.tokenizer_files import tokenizer_files
         from thor_dflash.runtime.text.tokenizer import Tokenizer
 
     output_files.check(args.out, ".safetensors", "--out")
     with progress.task("reading documents"):
-        vocab = read_target(args.target).dims.vocab
+        dims = read_target(args.target).dims
         tokenizer = Tokenizer.load(args.target) if tokenizer_files(args.target) else None
-        found = read_documents(args.prompts, tokenizer, vocab)
-        documents = chosen([one.tokens for one in found], config.calibrate)
+        found = read_documents(args.prompts, tokenizer, dims.vocab)
+        tokens = [one.tokens for one in found]
+        documents = beginnings(tokens, config.calibrate, dims.max_position)
     calibrate(args.target, documents, args.out, config.calibrate, progress)
     progress.close()
     count = sum(map(len, documents))
