@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -145,8 +146,11 @@ class EmulatedGpu(EmulatedEncoder):
 
 # ---- layouts
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_published_27b_layout_has_its_published_size(whole_27b: Any, preset: Any) -> None:
+def test_a_published_27b_layout_has_its_published_size(
+    whole_27b: Any, monkeypatch: pytest.MonkeyPatch, preset: Any
+) -> None:
     """Times of a verify step on a Thor that were computed from the sizes of published files."""
+    monkeypatch.setattr(plan_report, "seconds", lambda plan: 60)  # measured, which takes a while
     plan = make_plan(whole_27b, QuantizeConfig(preset=preset), from_quantised=False)
     want = {
         "nvidia": 66.1, "all-nvfp4": 54.6, "unsloth": 82.5, "redhat": 90.4, "berkerdooo": 61.3,
@@ -276,6 +280,47 @@ def test_a_killed_run_continues_to_the_same_bytes(
     checkpoint.write(plan_of(source, MODELOPT), out, Silent())
     assert files(out) == want
     assert not partial.exists()
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_write_continues_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also within a write, and between a unit and its line in the journal."""
+    made = write_target(tmp_path / "bf16", SMALL, 3)
+    monkeypatch.setattr("thor_dflash.calib.quantize.plan.COPY_BYTES", 10_000)
+    monkeypatch.setattr("thor_dflash.calib.quantize.plan.SHARD_BYTES", 60_000)
+    want = files(quantized(made, tmp_path / "whole", MODELOPT))
+    left, stage = 0, staged_checkpoint.StagedCheckpoint
+    steps = {name: getattr(stage, name) for name in ("write", "finish_unit", "_note", "finish")}
+
+    def cut(name: str) -> Any:
+        def step(self: Any, *given: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left and name == "write":
+                steps[name](self, *given[:2], given[2][: len(given[2]) // 2])
+            if not left:
+                raise Killed
+            steps[name](self, *given)
+
+        return step
+
+    for name in steps:
+        monkeypatch.setattr(stage, name, cut(name))
+    ends, at = 0, 1
+    while not ends:
+        out, left = tmp_path / f"killed{at}", at
+        try:
+            quantized(made, out, MODELOPT)
+            ends = at
+        except Killed:
+            left = 0
+            quantized(made, out, MODELOPT)
+        assert files(out) == want, at
+        shutil.rmtree(out)
+        at += 3
+    assert ends > 60
 
 
 def test_a_run_killed_in_its_first_line_begins_anew(source: Path, tmp_path: Path) -> None:

@@ -166,8 +166,10 @@ def test_modelopts_fp8_gets_the_scale_of_its_rows(source: Path, tmp_path: Path) 
     read_target(tmp_path / "with")
 
 
-@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("preset", ["mlp", "nvidia"])
+@pytest.mark.parametrize(
+    ("dialect", "preset"),
+    [("modelopt", "mlp"), ("modelopt", "nvidia"), ("compressed-tensors", "nvidia")],
+)
 def test_quantised_rows_get_a_scale_and_a_declaration(
     source: Path, tmp_path: Path, dialect: Any, preset: Any
 ) -> None:
