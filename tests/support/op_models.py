@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import onnx
@@ -48,12 +49,7 @@ def run(
     proto: onnx.ModelProto, inputs: Mapping[str, Array], want: Mapping[str, Array]
 ) -> dict[str, Array]:
     """Run a model. Outputs go to arrays filled with 77, so that an unwritten element shows."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1  # waiting for more threads would take longer than a case
-    session = ort.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = _session(proto.SerializeToString())
     binding = session.io_binding()
     outputs = {name: np.full_like(value, 77) for name, value in want.items()}
     inputs = {name: np.ascontiguousarray(value) for name, value in inputs.items()}
@@ -63,6 +59,15 @@ def run(
         binding.bind_ortvalue_output(name, _shared(value))
     session.run_with_iobinding(binding)
     return outputs
+
+
+@lru_cache(maxsize=16)
+def _session(model: bytes) -> ort.InferenceSession:
+    """Kept, as many cases differ in values alone."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1  # waiting for more threads would take longer than a case
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _shared(value: Array) -> ort.OrtValue:

@@ -70,9 +70,15 @@ def test_a_random_package_on_disk_is_a_whole_one(
 
 
 @pytest.mark.usefixtures("small_shape")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, EngineError])
+@pytest.mark.parametrize(
+    ("error", "outs"),
+    [(KeyboardInterrupt, ("out", "there/new/out", "new/../out")), (EngineError, ("new/deep/out",))],
+)
 def test_a_random_package_that_is_not_finished_leaves_nothing(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: type[BaseException],
+    outs: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     fake(monkeypatch)
 
@@ -82,7 +88,7 @@ def test_a_random_package_that_is_not_finished_leaves_nothing(
     monkeypatch.setattr(RandomWeights, "__call__", stop)
     cubins = ["-s", f"engine.cubins={tmp_path / 'cubins'}"]
     (tmp_path / "there").mkdir()
-    for out in ("out", "new/deep/out", "there/new/out", "new/../out"):
+    for out in outs:
         status = main.main([*ARGUMENTS, *cubins, "--ready", "--out", str(tmp_path / out)])
         assert status == (130 if error is KeyboardInterrupt else 2)
         assert sorted(p.name for p in tmp_path.rglob("*") if "cubins" not in p.parts) == ["there"]
