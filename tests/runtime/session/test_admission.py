@@ -187,7 +187,7 @@ def test_the_flags(capsys: pytest.CaptureFixture[str], package: Path) -> None:
     ("args", "message"),
     [
         ("--thinking-close firm", 'decode.budget.close must be "hard" or "soft" (got "firm")'),
-        ("--accept relaxed --drafter none", "accept relaxed must be used with a drafter"),
+        ("--accept relaxed --drafter none --max-tokens 8", "accept relaxed must be used with a dr"),
         ("--block 6", "engine.block must be 8 or 16, as the package was built (got 6)"),
         ("--set decode.relaxed.k=2", "decode.relaxed.k must go with --accept relaxed (got accept"),
         ("--thinking-budget 9 --set decode.budget.soften=0.1", "soften must go with --thinking-cl"),

@@ -132,12 +132,13 @@ def test_a_thread_that_dies_ends_the_server(
 
     backend = MockBackend(ServeConfig(), 0.002)
     if thread == "checks":
-        monkeypatch.setattr("thor_dflash.serving.server.workers._guard", panic)
+        monkeypatch.setattr("thor_dflash.serving.server.workers.JobChecked", panic)
     else:
         monkeypatch.setattr("thor_dflash.serving.server.server.write", panic)
     server = house.serve(backend, trace_slow_ms=1, trace_dir=str(tmp_path))
     reply = house.peer(server).ask(**SMALL, id="a")
-    assert reply.get("code", "none") == ("engine_fault" if thread == "checks" else "none")
+    # The files' thread may fail before the plan is answered, or after it.
+    assert reply.get("code", "engine_fault" if thread == "files" else "") == "engine_fault"
     assert "secret" not in str(reply)
     until(lambda: server._lifecycle.failed)
     assert server._lifecycle.health(0, 0)["state"] == "failed"
