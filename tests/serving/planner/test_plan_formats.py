@@ -152,14 +152,14 @@ def test_any_answer_is_read_and_any_beginning_is_closed_to_a_legal_plan(
         reader = form.reader()
         assert [step for char in text for step in reader.feed(char)] == plan["steps"]
         assert form.reader().feed(text) == plan["steps"]
-        before: list[Any] = []
         for end in range(0, len(text), 7):
             part, valid = form.read(text[:end], whole=False)
             steps: Any = part["steps"] if part else []
             assert (part is not None) == valid
             assert steps == plan["steps"][: len(steps)]  # type: ignore[index]
-            assert len(steps) >= len(before)
-            before = steps
+            whole = len(form.reader().feed(text[:end]))
+            # The last line of a PDDL plan may have all but its end.
+            assert len(steps) - whole in ((0, 1) if name == "pddl_plan" else (0,)), text[:end]
             if part and name != "nav2_waypoints":  # whose body is made of the answer
                 assert grammar_takes(name, str(part["body"])), part["body"]
 
@@ -178,7 +178,7 @@ def test_a_goal_of_follow_waypoints_has_poses_that_are_rotations() -> None:
 
 
 A = {"a": {"args": {"o": "o"}}}
-UNTYPED = {"a": {"args": {"x": {}}}}
+UNTYPED = {"fine": {}, "a": {"args": {"o": "object", "x": {}}}}
 NUMBER = {"type": "number", "min": -1, "max": 1, "unit": "m"}
 BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("bt_cpp_xml", "skills.a b", {"skills": {"a b": {}}}),
@@ -301,10 +301,7 @@ def test_a_server_streams_the_steps_of_a_tree_and_returns_it(house: House) -> No
         ({"plan_format": "pddl", "skills": DOMAIN}, "plan_format"),
         ({"plan_format": "pddl_plan", "skills": DOMAIN, "tools": [TOOL]}, "plan_format"),
         ({"plan_format": "pddl_plan", "skills": ROBOT}, "skills.skills.pick.args.object"),
-        (
-            {"skills": {**DOMAIN, "skills": {"a": {"args": {"x": {}}}}}},
-            "skills.skills.a.args.x.type",
-        ),
+        ({"skills": {**DOMAIN, "skills": UNTYPED}}, "skills.skills.a.args.x.type"),
     ],
 )
 def test_a_server_names_what_is_wrong(house: House, fields: dict[str, Any], where: str) -> None:
