@@ -59,7 +59,7 @@ def schema_of(given: SkillSet) -> Schema:
     """
     alternatives = len(given.skills) * (given.max_steps if given.numbered else 1)
     if alternatives > MAX_ALTERNATIVES:
-        rule = f"skills times max_steps, with numbered true, must be <= {MAX_ALTERNATIVES}"
+        rule = f"skills must be <= {MAX_ALTERNATIVES}, times max_steps where numbered is true"
         raise RequestError(f"{rule} (got {alternatives})")
     kinds, ids = _kinds(given), ids_of(given)
     return from_skills(kinds, ids, max_steps=given.max_steps, numbered=given.numbered)

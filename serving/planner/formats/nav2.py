@@ -55,9 +55,8 @@ class Nav2Waypoints:
             raise RequestError("poses must be given, or an area, for nav2_waypoints (got neither)")
         if len(frames) > 1:
             got = ", ".join(f"{show(frame)} of {id}" for frame, id in frames.items())
-            raise RequestError(
-                f"poses and area must have one frame, for nav2_waypoints (got {got})"
-            )
+            rule = "have one frame, which is that of the area, for nav2_waypoints"
+            raise RequestError(f"poses must {rule} (got {got})")
         (self._frame,) = frames
         way = {
             "type": "array",

@@ -202,7 +202,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("nav2_waypoints", "poses.d.x", {"poses": {"d": {"x": math.nan, "y": 0, "yaw": 0}}}),
     ("nav2_waypoints", "poses.d.x", {"poses": {"d": {"x": True, "y": 0, "yaw": 0}}}),
     ("nav2_waypoints", "poses.d.frame", {"poses": {"d": {"x": 0, "y": 0, "yaw": 0, "frame": 3}}}),
-    ("nav2_waypoints", "poses and area",
+    ("nav2_waypoints", "poses",
      {"poses": {"d": {"x": 0, "y": 0, "yaw": 0, "frame": "odom"}},
       "area": {"x": [0, 1], "y": [0, 1]}}),
     ("nav2_waypoints", "area.y", {"area": {"x": [0, 1], "y": [1, 0]}}),
