@@ -215,6 +215,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
     "dflash2 sources": sources("dflash2"),
     "sampling": table("sampling", "sampled cycles"),
+    "sampling lengths": table("sampling", "accept lengths"),
     "sampling sources": sources("sampling"),
     "linear": figures("bench", r"^(linears of a verify, share|the same linears)"),
     "linear launches": figures("bench", KINDS),
