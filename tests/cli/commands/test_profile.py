@@ -22,14 +22,16 @@ from thor_dflash.runtime.doctor import jetson
 from thor_dflash.runtime.doctor.facts import Finding
 
 FEW = ("--runs", "3", "--warmup", "1", "--max-tokens", "8", "--ignore-eos")
+GEOMETRY = replace(GEOMETRIES["27b"], layers=2, interval=2)
+DRAFTER = DrafterGeometry(taps=(0, 1))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a package `pkg` and a file `ids.json` of 40 token ids."""
     root = tmp_path_factory.mktemp("profile")
-    write_target(root / "target", GEOMETRIES["27b"], 3, "bf16")
-    write_drafter(root / "drafter", GEOMETRIES["27b"], DrafterGeometry(), 4)
+    write_target(root / "target", GEOMETRY, 3, "bf16")
+    write_drafter(root / "drafter", GEOMETRY, DRAFTER, 4)
     config = BuildConfig(chunk=32, capacity=512)
     build(root / "target", root / "drafter", root / "pkg", config, Silent())
     (root / "ids.json").write_text(json.dumps(list(range(40))))
@@ -37,8 +39,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profile(root: Path, *more: str) -> int:
-    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
-    return main.main(["profile", *source, *FEW, *more])
+    return main.main(["profile", *source(root), *FEW, *more])
+
+
+def source(root: Path) -> list[str]:
+    files = ["--package", str(root / "pkg"), "--tokens", str(root / "ids.json")]
+    return [*files, "-s", "engine.threads=1"]
 
 
 def test_json_is_one_object_that_adds_up(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +107,8 @@ def test_a_soak_answers_until_its_time_is_over(
 ) -> None:
     clock = itertools.count(step=0.4)  # each look at the clock finds it 0.4 s later
     monkeypatch.setattr(profile_command, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    source = ("--package", str(root / "pkg"), "--tokens", str(root / "ids.json"))
     few = ("--max-tokens", "2", "--ignore-eos", "--warmup", "1")
-    assert main.main(["profile", *source, *few, "--soak", "9"]) == 0
+    assert main.main(["profile", *source(root), *few, "--soak", "9"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.partition("over time")[2].splitlines()]
     rows = rows[1 : rows.index([])]
@@ -138,7 +143,7 @@ def test_a_package_that_was_built_again_is_compared_and_one_of_other_weights_is_
     before.write_text(capsys.readouterr().out)
     for seed, status in ((4, 0), (5, 2)):
         other = tmp_path / str(seed)
-        write_drafter(other / "another", GEOMETRIES["27b"], DrafterGeometry(), seed)
+        write_drafter(other / "another", GEOMETRY, DRAFTER, seed)
         config = BuildConfig(chunk=32, capacity=512, name="another")
         build(root / "target", other / "another", other / "pkg", config, Silent())
         made = manifest.read(other / "pkg")
