@@ -195,10 +195,6 @@ class DriverCalls:
             int(self("cuDriverGetVersion")),
         )
 
-    def here(self) -> DeviceInfo:
-        """Returns the properties of the current context's device."""
-        return self.describe(self("cuCtxGetDevice"))
-
     @property
     def ended(self) -> str:
         """Why the driver can no longer be used: what broke it, or that it was closed; or empty."""

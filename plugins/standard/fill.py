@@ -19,9 +19,6 @@ NVFP4_DEVIATION = 2.1445
 """Standard deviation of the weights that `nvfp4` writes, before the column's float32 scale: uniform
 E2M1 codes (root mean square 2.9262) times block scales of (8 .. 15) / 16 (0.7329)."""
 
-FP8_DEVIATION = 1.0
-"""Standard deviation of the weights that `fp8` writes."""
-
 THREADS = 256
 BLOCKS_PER_MULTIPROCESSOR = 8
 LARGEST = 2**31 - 1

@@ -5,19 +5,21 @@ our graphs, and their engines hold what the graphs do.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.checkpoints import Dialect, DrafterGeometry, write_drafter, write_target
+from support.checkpoints import DrafterGeometry, write_drafter, write_target
 from support.samples import verify
 from support.trt_builds import (
-    CHUNKS,
     HYBRID,
     NANO,
+    BuiltEngine,
     BuiltPackage,
-    build_hybrid,
+    build_engine,
     build_real,
     options,
+    plan_of,
 )
 
 from thor_dflash.builders.tensorrt import package
@@ -63,21 +65,23 @@ def test_the_package_holds_an_engine_and_a_description_of_every_graph(nano: Buil
 
 def test_an_engine_is_its_plugins_and_nothing_else(nano: BuiltPackage) -> None:
     """No copy, no reformat; engines with sizes that a session decides compute these once."""
-    hold_plugins(nano)
+    hold_plugins(nano.engines)
 
 
 def test_a_dflash2_drafter_becomes_plugins_too(tmp_path: Path) -> None:
     target, drafter = write_target(tmp_path / "target", HYBRID, 1), tmp_path / "drafter"
     write_drafter(drafter, HYBRID, DrafterGeometry(second=True, block=8), 2)
-    made = build_real(tmp_path / "package", target, drafter, options(tmp_path))
+    plan = plan_of(target, drafter, options(tmp_path))
+    drafting = [one for one in plan.together if one.name in ("propose", "observe")]
+    made = {one.name: build_engine(tmp_path, one, plan.constants) for one in drafting}
     hold_plugins(made)
-    ops = [node.op for _, node in made.engines["propose"].together.graphs[0].plugins]
+    ops = [node.op for _, node in made["propose"].together.graphs[0].plugins]
     assert (ops.count("draft_conv"), ops.count("selector")) == (8, 1)
 
 
-def hold_plugins(made: BuiltPackage) -> None:
+def hold_plugins(engines: Mapping[str, BuiltEngine]) -> None:
     """Every engine must be its plugins, and the computation of sizes that a session decides."""
-    for name, engine in made.engines.items():
+    for name, engine in engines.items():
         graph = engine.together.graphs[0]
         plugins = [one for one in engine.layers if one.kind == "custom_layer"]
         nodes = Counter((node,) for node, _ in graph.plugins)
@@ -120,50 +124,3 @@ def test_timings_are_kept_by_version_device_and_kernels(nano: BuiltPackage) -> N
     version = nano.description("verify").made.tensorrt
     [file] = (nano.out.parent / "timings").iterdir()
     assert file.name == f"{version}-sm_110-20-{fingerprint()[:16]}.timing"
-
-
-def products(dialect: Dialect) -> Counter[str]:
-    """Return how many of TensorRT's own products a prefill has, by projection: the last layer,
-    which is of attention, has none behind its mixer, nor for the gate of its rows.
-    """
-    if dialect not in ("modelopt", "compressed-tensors", "mixed"):
-        return Counter()
-    mlp = Counter(gate_up=2, down_proj=1)
-    gdn = Counter(in_proj=2, out_proj=1)
-    if dialect == "mixed":
-        gdn = Counter()  # stored in FP8
-    found: Counter[str] = Counter()
-    for _ in range(3):
-        found += gdn + mlp
-    return found + Counter(qkv=3 if dialect != "mixed" else 0)
-
-
-@pytest.mark.parametrize(
-    "dialect",
-    [
-        "modelopt",
-        "fp8",
-        pytest.param("compressed-tensors", marks=pytest.mark.slow),
-        pytest.param("mixed", marks=pytest.mark.slow),
-    ],
-)
-def test_products_of_a_prefill_are_tensorrt_s_own_if_stored_in_nvfp4(
-    tmp_path: Path, dialect: Dialect
-) -> None:
-    """The build refuses an engine in which one of them is computed in another type."""
-    made = build_hybrid(tmp_path, dialect)
-    assert not (made.out / ".scratch").exists()
-    assert {n for n in made.engines if n.startswith("prefill")} == (
-        {"prefill"} if products(dialect) else {"prefill", f"prefill.chunk{CHUNKS[1]}"}
-    )
-    engine = made.engines["prefill"]
-    names = [name.rpartition(".")[0].rpartition(".")[2] for name in
-             engine.together.graphs[0].products]  # fmt: skip
-    assert Counter(names) == products(dialect)
-    assert "gemm" not in kinds(made.engines["verify"].layers)
-    profiles = len(engine.together.ranges)
-    assert profiles == (len(CHUNKS) if names else 1)
-    for i, chunk in enumerate(CHUNKS[:profiles]):
-        description = made.description("prefill" if i == 0 else f"prefill.chunk{chunk}")
-        assert (description.file, description.profile) == ("prefill.plan", i)
-        assert description.inputs["tokens"].shape == (chunk,)
