@@ -84,7 +84,7 @@ SPOKEN = """
     calib/data/* tests/test_house.py
 """.split()
 """Files in which the words may stand: rooms of a house, corpora, recorded data, this list."""
-SHARED = {"support", "stand_ins", "emulator"}
+SHARED = {"support", "stand_ins", "emulator", "gpu"}
 """Packages that tests share."""
 
 
