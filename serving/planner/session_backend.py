@@ -261,10 +261,11 @@ class SessionBackend:
         _, variables = self._effort(ask)
         try:
             whole = self.tokenizer.render([*turns, answer], thinking, ask.tools or (), variables)
-            ids = tuple(self.tokenizer.encode(written_answer(encoded.text, whole)))
+            written = written_answer(encoded.text, whole)
         except RequestError as e:
             text = errors.refusal(e).replace(f"messages[{len(turns)}]", "forced_answer")
             raise bad_request(text, "forced_answer") from e
+        ids = self._encode(written, "forced_answer").ids
         return Request(
             prompt=request.prompt,
             max_tokens=len(ids),

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -290,8 +291,8 @@ def test_the_scripts_for_a_gpu_run_to_their_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rehearsed in two parts, the second of which resumes, and conversations without reuse."""
-    from gpu import agent_trace, agent_whole  # they need the extras of a GPU's engine
-
+    # Imported here: they need the extras of a GPU's engine.
+    agent_trace, agent_whole = map(import_module, ("gpu.agent_trace", "gpu.agent_whole"))
     trace, made = write(tmp_path / "t.jsonl", rows(3, 3)), package(template=TEMPLATE)
     reports = tmp_path / "reports"
     for part in ("--conversations 2", "--from 1 --whole c0 c2", "--conversations 0 --whole c1"):
