@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def calibrate(
             "tokens": str(count),
             "documents": str(len(documents)),
             "corpus": hashlib.sha256(repr(documents).encode()).hexdigest(),
-            "source": directory.resolve().name,
+            # A name need not be UTF-8.
+            "source": os.fsencode(directory.resolve().name).decode(errors="replace"),
             "weights": " ".join(sorted(kinds)),
             "engine": "ort, layer by layer, float32",
             "producer": f"thor-dflash {thor_dflash.__version__}",

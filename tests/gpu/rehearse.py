@@ -85,9 +85,9 @@ class Rehearsal:
         start = time.monotonic()
         left = self.end - start
         wait = min(kill_after or left, left)
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        with (self.args.work / "stdout").open("wb") as printed:
+            command = [*COMMAND, *map(str, arguments)]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=printed)
         ended, usage, status = 0, None, 0
         while not ended and time.monotonic() - start < wait:
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -218,7 +218,10 @@ class Rehearsal:
             "generate", "--package", self.paths["package"], "--tokens", tokens, "--max-tokens",
             "64", "--ignore-eos", "--json",
         )  # fmt: skip
-        self.note("generate", made)
+        answer = json.loads((self.args.work / "stdout").read_text())
+        usage = {k: v for k, v in answer.get("usage", {}).items() if isinstance(v, int | float)}
+        timings = {k: v for k, v in answer.get("timings", {}).items() if isinstance(v, int | float)}
+        self.note("generate", {**made, **usage, **timings})
 
     def report(self) -> None:
         found = {k: v for k, v in self.done.items() if k not in ("killed", "report")}
