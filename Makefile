@@ -27,7 +27,7 @@ HASH := $(shell cat pyproject.toml constraints.txt | sha256sum | cut -c 1-16)
 RUN_READY := $(VENV)/run-$(HASH)
 DEV_READY := $(VENV)/dev-$(HASH)
 # Without trt-test, the tests of tests/trt are skipped.
-EXTRAS ?= build,ort,cuda,serve,http,dev,trt-test
+EXTRAS ?= build,ort,cuda,serve,http,images,dev,trt-test
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 # pyright would ask the network whether there is a newer pyright.
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from thor_dflash import __version__
 from thor_dflash.builders.checkpoint.draft_vocab import read_draft_ids
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
-from thor_dflash.builders.checkpoint.protocols import DrafterSource, TargetSource
+from thor_dflash.builders.checkpoint.protocols import DrafterSource, TargetSource, VisionSource
 from thor_dflash.builders.checkpoint.target import read_target
+from thor_dflash.builders.checkpoint.vision import VisionMode, read_vision
 from thor_dflash.builders.engine_limits import check_ids, check_target
 from thor_dflash.builders.graphs.drafter import DrafterGraphs
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder
 from thor_dflash.builders.graphs.target import ID_SLOTS, GraphOptions, TargetGraphs
+from thor_dflash.builders.graphs.vision import VisionGraph
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.builders.lowering.lower import lower
 from thor_dflash.builders.lowering.packed_weights import WeightPacker
@@ -39,13 +41,20 @@ from thor_dflash.builders.tensorrt.package import (
 from thor_dflash.builders.tensorrt.profiles import session_ranges
 from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
-from thor_dflash.core.model_dims import MIN_CONVERSATION, longest_context
+from thor_dflash.core.model_dims import (
+    MERGED,
+    MIN_CONVERSATION,
+    PATCH,
+    VisionDims,
+    longest_context,
+)
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import DType
 from thor_dflash.package import manifest
 from thor_dflash.package.launch_program import ENDING, Program, render
 from thor_dflash.package.manifest import KvScales, Manifest, TensorTotals
 from thor_dflash.package.tokenizer_files import addressed_ids, stop_tokens, tokenizer_files
+from thor_dflash.plugins.linear.decode_launch import MOST_ROWS
 
 if TYPE_CHECKING:
     from thor_dflash.builders.tensorrt.engine import TensorRTBuilder
@@ -69,6 +78,11 @@ multiprocessors, and prefixes are kept in whole steps, so none shorter than a st
 many more multiprocessors reads long prompts faster in steps of 2048. The smaller sizes are for a
 prompt's last step; one of 32 rows takes little longer than reading the weights."""
 
+PATCHES = 1280, 4096
+"""Default sizes of the vision graph, patches: 640 x 480 has 1200, a square of a megapixel 4096."""
+FEWEST_ON_GPU = MERGED * (MOST_ROWS + 1)
+"""Fewest patches of a vision graph on a GPU: its products are of more rows than a block's."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
@@ -90,6 +104,9 @@ class BuildPlan:
     sources: tuple[WeightPlacement, ...]
     draft_ids: NDArray[np.int32] | None
     """Token ids of a reduced draft vocabulary; None for the whole vocabulary."""
+    vision: VisionSource | None = None
+    patches: tuple[int, ...] = ()
+    """Sizes of the vision graph, patches."""
 
 
 def build(
@@ -103,7 +120,12 @@ def build(
         PackageError: `out` cannot be written.
     """
     with progress.task("reading checkpoints"):
-        plan = make_plan(read_target(target), read_drafter(drafter) if drafter else None, config)
+        plan = make_plan(
+            read_target(target),
+            read_drafter(drafter) if drafter else None,
+            config,
+            vision=read_vision(target, _vision_mode(config)),
+        )
         described = describe(plan)
         by = engine_builder(config.tensorrt, progress) if config.engine == "tensorrt" else None
         planned = plan_engines(material(plan)) if by else None
@@ -128,6 +150,15 @@ def build(
     return made
 
 
+def _vision_mode(config: BuildConfig) -> VisionMode:
+    """Return whether to read a vision tower: for TensorRT there are no plugins of its operators."""
+    if config.engine != "tensorrt":
+        return config.vision
+    if config.vision == "on":
+        raise ConfigError("build.vision must be auto or off for engine tensorrt (got on)")
+    return "off"
+
+
 def _write(data: bytes, path: Path) -> None:
     path.write_bytes(data)
 
@@ -137,6 +168,7 @@ def make_plan(
     drafter: DrafterSource | None,
     config: BuildConfig,
     blocks: tuple[int, ...] = (),
+    vision: VisionSource | None = None,
 ) -> BuildPlan:
     """Decide shapes, make the graphs, place the weights. Reads scales but no weight codes.
 
@@ -148,14 +180,11 @@ def make_plan(
     capacity = _capacity(target, drafter, config, shape.block)  # refuses a block that is too long
     weights = WeightFiles()
     source = WeightPlacement(target, weights)
-    scales = {
-        i: pair
-        for i in range(len(target.dims.layers))
-        if (pair := target.kv_scales(i)) is not None and shape.kv is DType.FP8
-    }
+    scales = _kv_scales(target) if shape.kv is DType.FP8 else {}
     sources = [source]
     if drafter is not None:
         sources.append(WeightPlacement(drafter, weights, "drafter."))
+    seen = vision.dims if vision is not None else None
     ids = _draft_ids(config, shape.vocab) if drafter is not None else None
     graphs: list[GraphBuilder] = []
     chunks = _chunks(target, config, shape.chunk)
@@ -163,11 +192,16 @@ def make_plan(
         own, drafting = replace(shape, block=block, chunk=chunk), None
         if drafter is not None:
             drafting = DrafterGraphs(drafter.dims, sources[1], source, target.dims.tied, own, ids)
-        graphs += _steps(TargetGraphs(target.dims, source, own, scales), drafting, own, shape)
+        layers = TargetGraphs(target.dims, source, own, scales, seen)
+        graphs += _steps(layers, drafting, own, shape)
     for block in blocks:
-        other = TargetGraphs(target.dims, source, replace(shape, block=block), scales).verify()
-        other.name = manifest.graph_name(other.name, block, 0)
-        graphs.append(other)
+        wide = replace(shape, block=block)
+        graphs.append(TargetGraphs(target.dims, source, wide, scales, seen).verify())
+        graphs[-1].name = manifest.graph_name(graphs[-1].name, block, 0)
+    patches = _patches(seen, config) if seen else ()
+    if vision is not None:
+        sources.append(WeightPlacement(vision, weights, "vision."))
+        graphs += _encoders(vision.dims, sources[-1], patches, shape.activations)
     programs: tuple[Program, ...] = ()
     if config.engine != "ort":
         packing = WeightPacker(weights)
@@ -186,7 +220,14 @@ def make_plan(
         weights,
         tuple(sources),
         ids,
+        vision,
+        patches,
     )
+
+
+def _kv_scales(target: TargetSource) -> dict[int, tuple[float, float]]:
+    layers = range(len(target.dims.layers))
+    return {i: pair for i in layers if (pair := target.kv_scales(i)) is not None}
 
 
 def _steps(
@@ -225,6 +266,26 @@ def _chunks(target: TargetSource, config: BuildConfig, own: int) -> tuple[int, .
         )
     chunks = config.chunks or tuple(rows for rows in _CHUNKS[config.engine] if rows <= longest)
     return tuple(rows for rows in chunks if rows != own)
+
+
+def _patches(vision: VisionDims, config: BuildConfig) -> tuple[int, ...]:
+    """Return the sizes of the vision graph, ascending."""
+    most = vision.longest // PATCH**2 // MERGED * MERGED
+    sizes = config.image_patches or tuple(min(size, most) for size in PATCHES)
+    low, unit = (FEWEST_ON_GPU, MERGED) if config.engine != "ort" else (MERGED, MERGED)
+    if wrong := [size for size in sizes if size % unit or not low <= size <= most]:
+        rule = f"multiples of {unit}, {low} to {most}, the most that the model resizes to"
+        raise ConfigError(f"build.image_patches must be {rule} (got {wrong[0]})")
+    return tuple(sorted(set(sizes)))
+
+
+def _encoders(
+    vision: VisionDims, source: WeightPlacement, sizes: tuple[int, ...], activations: DType
+) -> list[GraphBuilder]:
+    graphs = [VisionGraph(vision.tower, source, size, activations).encode() for size in sizes]
+    for size, graph in zip(sizes, graphs, strict=True):
+        graph.name = manifest.encoder_name(size)
+    return graphs
 
 
 def _draft_ids(config: BuildConfig, vocab: int) -> NDArray[np.int32] | None:
@@ -315,6 +376,12 @@ def _stop(target: TargetSource, vocab: int) -> tuple[int, ...]:
     return stop
 
 
+def _skipped(plan: BuildPlan) -> tuple[str, ...]:
+    """Return the names of the target's tensors that no graph uses."""
+    used = plan.vision.names if plan.vision else frozenset[str]()
+    return tuple(name for name in plan.target.skipped if name not in used)
+
+
 def describe(plan: BuildPlan) -> Manifest:
     """Return the manifest of a plan's package, without its files."""
     config, drafter = plan.config, plan.drafter
@@ -339,8 +406,10 @@ def describe(plan: BuildPlan) -> Manifest:
         vocab_limit=plan.shape.vocab,
         stop_tokens=plan.stop,
         tokenizer=bool(tokenizer_files(plan.target.directory)),
-        skipped=plan.target.skipped,
+        skipped=_skipped(plan),
         target=plan.target.dims,
+        vision=plan.vision.dims if plan.vision else None,
+        image_patches=plan.patches,
         drafter=drafter.dims if drafter else None,
         card=make_card(config.card, plan.target.dims.max_position),
         kv_scales=KvScales(layers=len(found), low=min(flat), high=max(flat)),

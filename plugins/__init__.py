@@ -11,6 +11,10 @@ from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
 from thor_dflash.plugins.draft_conv import OP as DRAFT_CONV
 from thor_dflash.plugins.gdn import OP as GDN
 from thor_dflash.plugins.head import OP as HEAD
+from thor_dflash.plugins.image_attention import OP as IMAGE_ATTENTION
+from thor_dflash.plugins.image_embed import OP as IMAGE_EMBED
+from thor_dflash.plugins.image_positions import OP as IMAGE_POSITIONS
+from thor_dflash.plugins.layer_norm import OP as LAYER_NORM
 from thor_dflash.plugins.linear import OP as LINEAR
 from thor_dflash.plugins.sample import OP as SAMPLE
 from thor_dflash.plugins.selector import OP as SELECTOR
@@ -27,6 +31,10 @@ OPS: tuple[Op, ...] = (
     SELECTOR,
     ACCEPT,
     SAMPLE,
+    LAYER_NORM,
+    IMAGE_ATTENTION,
+    IMAGE_POSITIONS,
+    IMAGE_EMBED,
 )
 
 __all__ = [
@@ -36,6 +44,10 @@ __all__ = [
     "DRAFT_CONV",
     "GDN",
     "HEAD",
+    "IMAGE_ATTENTION",
+    "IMAGE_EMBED",
+    "IMAGE_POSITIONS",
+    "LAYER_NORM",
     "LINEAR",
     "OPS",
     "SAMPLE",

@@ -4,6 +4,8 @@ kernels.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from thor_dflash.core.tensors import Array, DType
@@ -41,6 +43,19 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
+def gelu_tanh(x: Array) -> Array:
+    """x * Phi(x), Phi approximated by a tanh. Source: Hendrycks and Gimpel 2016."""
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    return np.asarray(0.5 * x * (1 + np.tanh(inner)))
+
+
+def gelu_erf(x: Array) -> Array:
+    """x * Phi(x), Phi the normal distribution."""
+    flat: list[float] = x.reshape(-1).tolist()
+    phi = [0.5 * math.erfc(-value / math.sqrt(2)) for value in flat]
+    return np.asarray(x * np.reshape(phi, x.shape))
+
+
 def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
     """x / rms(x) * (offset + weight) over the last axis; Qwen3.5, zero-centred, has offset 1."""
     root: Array = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -50,12 +65,15 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
 def rope(x: Array, positions: Array, rotary_dim: int, theta: float) -> Array:
     """Rotate the first `rotary_dim` columns of the last axis; pairs are split halves, as in NeoX.
 
-    x [T, heads, D], positions [T]. Frequencies and angles are rounded to float32, as transformers
-    and every engine here compute them: at 10^5 positions that rounding is visible.
+    x [T, heads, D], positions [T], or [T, rotary_dim / 2] by pair. Frequencies and angles are
+    rounded to float32, as transformers and every engine here compute them: at 10^5 positions that
+    rounding is visible.
     """
     half = rotary_dim // 2
     frequency = inverse_frequency(rotary_dim, theta)
-    angle = (positions.astype(np.float32)[:, None, None] * frequency).astype(np.float64)
+    pairs = 1 if positions.ndim == 1 else half
+    by_pair = positions.astype(np.float32).reshape(len(positions), 1, pairs)
+    angle = (by_pair * frequency).astype(np.float64)
     first, second, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

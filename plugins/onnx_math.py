@@ -25,11 +25,21 @@ def positions(b: FunctionBuilder, length: str, rows: str) -> str:
     return b.op("Add", steps, b.cast(length, DType.I64))
 
 
-def rope(b: FunctionBuilder, x: str, at: str, head_dim: int, rotary_dim: int, theta: float) -> str:
-    """Rotate x [T, heads, D] at positions `at` int64 [T]."""
+def rope(
+    b: FunctionBuilder,
+    x: str,
+    at: str,
+    head_dim: int,
+    rotary_dim: int,
+    theta: float,
+    *,
+    by_pair: bool = False,
+) -> str:
+    """Rotate x [T, heads, D] at positions `at`, integers [T], or [T, rotary_dim / 2] by pair."""
     half = rotary_dim // 2
     frequency = b.const(inverse_frequency(rotary_dim, theta).reshape(1, 1, half))
-    angle = b.op("Mul", b.reshape(b.cast(at, DType.F32), -1, 1, 1), frequency)
+    row = b.reshape(b.cast(at, DType.F32), -1, 1, half if by_pair else 1)
+    angle = b.op("Mul", row, frequency)
     cos, sin = b.op("Cos", angle), b.op("Sin", angle)
     sizes = [half, half] + ([head_dim - rotary_dim] if head_dim > rotary_dim else [])
     first, second, *rest = b.split(x, sizes, axis=2)

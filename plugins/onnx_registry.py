@@ -10,6 +10,10 @@ from thor_dflash.plugins.draft_attention.onnx_body import body as draft_attentio
 from thor_dflash.plugins.draft_conv.onnx_body import body as draft_conv
 from thor_dflash.plugins.gdn.onnx_body import body as gdn
 from thor_dflash.plugins.head.onnx_body import body as head
+from thor_dflash.plugins.image_attention.onnx_body import body as image_attention
+from thor_dflash.plugins.image_embed.onnx_body import body as image_embed
+from thor_dflash.plugins.image_positions.onnx_body import body as image_positions
+from thor_dflash.plugins.layer_norm.onnx_body import body as layer_norm
 from thor_dflash.plugins.linear.onnx_body import body as linear
 from thor_dflash.plugins.onnx_builder import BodyMaker
 from thor_dflash.plugins.sample.onnx_body import body as sample
@@ -27,4 +31,8 @@ BODIES: Mapping[str, BodyMaker] = {
     "selector": selector,
     "accept": accept,
     "sample": sample,
+    "layer_norm": layer_norm,
+    "image_attention": image_attention,
+    "image_embed": image_embed,
+    "image_positions": image_positions,
 }

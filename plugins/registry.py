@@ -12,7 +12,11 @@ from thor_dflash.plugins.draft_attention import launch as draft_attention
 from thor_dflash.plugins.draft_conv import launch as draft_conv
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.head import launch as head
+from thor_dflash.plugins.image_attention import launch as image_attention
+from thor_dflash.plugins.image_embed import launch as image_embed
+from thor_dflash.plugins.image_positions import launch as image_positions
 from thor_dflash.plugins.launch import OpKernels
+from thor_dflash.plugins.layer_norm import launch as layer_norm
 from thor_dflash.plugins.linear import launch as linear
 from thor_dflash.plugins.sample import launch as sample
 from thor_dflash.plugins.selector import launch as selector
@@ -34,6 +38,10 @@ KERNELS: Mapping[str, OpKernels] = {
         selector.KERNELS,
         accept.KERNELS,
         sample.KERNELS,
+        layer_norm.KERNELS,
+        image_attention.KERNELS,
+        image_positions.KERNELS,
+        image_embed.KERNELS,
         *standard.KERNELS,
     )
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix
-from thor_dflash.core.model_dims import DrafterDims, TargetDims
+from thor_dflash.core.model_dims import DrafterDims, TargetDims, VisionDims
 from thor_dflash.core.tensors import Array
 
 
@@ -51,4 +51,18 @@ class DrafterSource(Weights, Protocol):
     @property
     def dims(self) -> DrafterDims:
         """The model's sizes."""
+        ...
+
+
+class VisionSource(Weights, Protocol):
+    """A target checkpoint's vision tower."""
+
+    @property
+    def dims(self) -> VisionDims:
+        """The tower's sizes, and how images are prepared for it."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Stored names of the tower's tensors."""
         ...

@@ -16,9 +16,9 @@ from thor_dflash.builders.graphs.common_layers import (
 )
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
-from thor_dflash.core.model_dims import TargetDims
+from thor_dflash.core.model_dims import TargetDims, VisionDims
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins import ACCEPT, GDN, HEAD, SAMPLE, VERIFY_ATTENTION
+from thor_dflash.plugins import ACCEPT, GDN, HEAD, IMAGE_EMBED, SAMPLE, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import NEXT, Attribute
 
 Mode = Literal["verify", "prefill"]
@@ -58,8 +58,10 @@ class TargetGraphs:
         source: WeightPlacement,
         shape: GraphOptions,
         kv_scales: dict[int, tuple[float, float]],
+        vision: VisionDims | None = None,
     ) -> None:
         self._dims = dims
+        self._vision = vision
         self._source = source
         self._shape = shape
         self._kv_scales = kv_scales
@@ -140,6 +142,9 @@ class TargetGraphs:
     def _layers(self, g: GraphBuilder, mode: Mode, rows: int) -> GraphValue:
         tokens = g.input("tokens", DType.I32, (rows,))
         x = embed(g, self._source, tokens, self._shape.activations)
+        if self._vision and mode == "prefill":
+            image = g.input("image", x.dtype, x.shape)
+            x = g.operator(IMAGE_EMBED, "images", {"x": x, "ids": tokens, "image": image}, {})["y"]
         outputs: list[GraphValue] = []
         for i in range(len(self._dims.layers)):
             mixer = self._mixer(g, i, x, mode)
@@ -159,7 +164,7 @@ class TargetGraphs:
     ) -> tuple[GraphValue, GraphValue]:
         """Return a mixer's output and the gate of its rows."""
         gdn = self._dims.layers[i] == "gdn"
-        return self._gdn(g, i, x, mode) if gdn else self._attention(g, i, x)
+        return (self._gdn if gdn else self._attention)(g, i, x, mode)
 
     def _mixed(
         self, g: GraphBuilder, i: int, x: GraphValue, o: GraphValue, gate: GraphValue
@@ -240,7 +245,23 @@ class TargetGraphs:
         }
         return {part: every[part] for part in ("state", "tail", *self._shape.records)}
 
-    def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> tuple[GraphValue, GraphValue]:
+    def _turning(self, g: GraphBuilder, rows: int | str, mode: Mode) -> dict[str, GraphValue]:
+        """The ports of attention that turn rows by positions in images, if the model sees any."""
+        if self._vision is None:
+            return {}
+        if mode == "verify":
+            return {"shift": g.input("shift", DType.I32, (1,))}
+        return {"at": g.input("at", DType.I32, (rows, 3))}
+
+    def _mrope(self, mode: Mode) -> dict[str, Attribute]:
+        if self._vision is None or mode == "verify":
+            return {}
+        height, width = self._vision.mrope
+        return {"mrope_height": height, "mrope_width": width}
+
+    def _attention(
+        self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode
+    ) -> tuple[GraphValue, GraphValue]:
         """See `_mixer`."""
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
         q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
@@ -273,6 +294,7 @@ class TargetGraphs:
                 "cache_v": g.input(f"attention.{i}.v", self._shape.kv, cache),
                 "scale_k": g.constant(f"{layer}.scale_k", np.array([scale_k], np.float32)),
                 "scale_v": g.constant(f"{layer}.scale_v", np.array([scale_v], np.float32)),
+                **self._turning(g, x.shape[0], mode),
             },
             {
                 "heads": dims.heads,
@@ -280,6 +302,7 @@ class TargetGraphs:
                 "head_dim": dims.head_dim,
                 "rotary_dim": dims.rotary_dim,
                 "rope_theta": dims.rope_theta,
+                **self._mrope(mode),
                 **self._norm,
             },
             {f"next_cache_{n}": f"{NEXT}attention.{i}.{n}" for n in "kv"},

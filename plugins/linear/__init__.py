@@ -14,11 +14,13 @@ Inputs
     weight#       uint8 [N#, K/2] NVFP4 codes | fp8 [N#, K] | bf16/f16/f32 [N#, K]
     block_scale#  fp8 E4M3 [N#, K/16]; NVFP4 only
     row_scale#    float32 [N#]; NVFP4 (the global scale) and FP8
+    bias#         float32 [N#]; added to the product
 
 Attributes
     segments     number of weights multiplied by the same rows in one launch
     epilogue     "none": y# = x w#^T, one output per segment;
-                 "swiglu": y0 = silu(x w0^T) * (x w1^T); "residual": y0 = residual + x w0^T
+                 "swiglu": y0 = silu(x w0^T) * (x w1^T); "residual": y0 = residual + x w0^T;
+                 "gelu_tanh", "gelu_erf": y0 = gelu(x w0^T), by tanh or exactly
     norm_eps, norm_offset   RMSNorm: x / rms(x) * (norm_offset + norm_weight)
     head_dim     width of the prologue norm; 0 means K
     gate         "none" | "sigmoid": x * sigmoid(gate) | "silu": norm(x) * silu(gate)
@@ -27,8 +29,8 @@ Outputs
     y#           rows [T, N#]
 
 Rounding: the rows are rounded to the activations' type after the prologue, before the product;
-products accumulate in float32; row_scale, activation and residual are applied in float32; the
-result is rounded once, at the end.
+products accumulate in float32; row_scale, bias, activation and residual are applied in float32;
+the result is rounded once, at the end.
 
 Source: Qwen3.5 modeling (transformers models/qwen3_5), modelopt NVFP4QTensor for the codes.
 """
@@ -60,6 +62,7 @@ OP = Op(
         Port("weight", _WEIGHT, ("N#", "C#")),
         Port("block_scale", (DType.FP8,), ("N#", "B#"), optional=True),
         Port("row_scale", (DType.F32,), ("N#",), optional=True),
+        Port("bias", (DType.F32,), ("N#",), optional=True),
     ),
     outputs=(),
     out_group=(Port("y", ACTIVATION, ("T", "N#"), like="x"),),

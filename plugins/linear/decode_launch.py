@@ -75,6 +75,8 @@ class Epilogue(IntEnum):
     SWIGLU = 1
     RESIDUAL = 2
     LOGITS = 3
+    GELU_TANH = 4
+    GELU_ERF = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def refuse(site: CallSite) -> str:
     if head_dim and k % head_dim:
         return f"linear.head_dim must divide the {k} columns of x (got {head_dim})"
     why = refuse_weight(site, segments) or _refuse_swiglu(site) or _refuse_widths(site)
-    return why or _refuse_heads(site)
+    return why or _refuse_heads(site) or _refuse_few(site)
 
 
 def refuse_weight(site: CallSite, segments: int) -> str:
@@ -108,6 +108,19 @@ def _refuse_heads(site: CallSite) -> str:
         return f"linear.x_squares must be {rule} (got head_dim {head_dim})"
     got, want = site.ports["x_squares"].shape, head_squares(site.size("x", 1) // head_dim)
     return "" if got == want else f"linear.x_squares must be {want} (got {got})"
+
+
+def _refuse_few(site: CallSite) -> str:
+    """Why a product of few rows cannot have what only a vision tower needs."""
+    rows, epilogue = site.size("x", 0), site.attributes.word("epilogue")
+    if rows > MOST_ROWS:
+        return ""
+    if "bias0" in site:
+        return f"linear.bias0 must be of a call with more than {MOST_ROWS} rows (got {rows})"
+    if epilogue.startswith("gelu"):
+        rule = f"none, swiglu or residual with at most {MOST_ROWS} rows"
+        return f"linear.epilogue must be {rule} (got {epilogue})"
+    return ""
 
 
 def _refuse_widths(site: CallSite) -> str:

@@ -17,11 +17,14 @@
 // independently of T, of the row's place and of how items are cut.
 //
 // Compile-time: TILE_ROWS 64 or 128; STAGES of the ring; KINDS, the weight kinds of the launch
-// (1 << kind), where NARROW is a kind of its own; EPILOGUE as below.
+// (1 << kind), where NARROW is a kind of its own; EPILOGUE as below; BIAS 1 if segments have biases.
 #include "cuda/device.cuh"
 #include "linear/fragments.cuh"
 
-enum { NONE, SWIGLU, RESIDUAL };
+enum { NONE, SWIGLU, RESIDUAL, GELU_TANH = 4, GELU_ERF };
+#ifndef BIAS
+#define BIAS 0
+#endif
 
 constexpr int TILES = 4;  // most n-tiles of an item
 constexpr int WARPS = 2 * TILES;
@@ -253,11 +256,22 @@ DEVICE void multiply(Sums<M>& sums, int steps, Consumer& consumer) {
 
 DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+// x * Phi(x): exactly, or with (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)). Neither form subtracts, so that
+// small results keep their digits.
+DEVICE float gelu(float x) {
+    if (EPILOGUE == GELU_ERF) return 0.5f * x * erfcf(x * -0.707106781f);
+    const float u = 0.797884561f * fma_rn(0.044715f * x * x, x, x);
+    return __fdividef(x, 1.0f + __expf(-2.0f * u));
+}
+
 struct Finish {
     const float* scales;
     const int2* strips;  // of 8 columns: segment << 24 | column, or -1; width of the segment
     const u16* residual;
     u16* const* outputs;
+#if BIAS
+    const float* const* biases;
+#endif
 };
 
 // Where one lane's two columns of a strip are stored, and their scales. With a single segment, `y`
@@ -267,6 +281,9 @@ struct Target {
     int width;
     u16* y;
     float2 scales, up;
+#if BIAS
+    float2 bias;
+#endif
 
     DEVICE void find(const Finish& f, int packed, const Target& first) {
         const int2 strip = f.strips[packed / 8];
@@ -277,6 +294,9 @@ struct Target {
         y = EPILOGUE == NONE || this == &first ? f.outputs[segment] : first.y;
         scales = *reinterpret_cast<const float2*>(f.scales + packed);
         if (EPILOGUE == SWIGLU) up = *reinterpret_cast<const float2*>(f.scales + packed + 8);
+#if BIAS
+        if (column >= 0) bias = *reinterpret_cast<const float2*>(f.biases[segment] + column);
+#endif
     }
     DEVICE i64 at(int row) const { return static_cast<i64>(row) * width + column; }
 };
@@ -317,6 +337,10 @@ DEVICE void finish(const Sums<M>& sums, const Params& params, const Finish& f, i
             if (row + i * 8 >= params.rows) break;
             float low = sums[i / 2][j][i % 2 * 2] * target.scales.x;
             float high = sums[i / 2][j][i % 2 * 2 + 1] * target.scales.y;
+#if BIAS
+            low += target.bias.x, high += target.bias.y;
+#endif
+            if (EPILOGUE == GELU_TANH || EPILOGUE == GELU_ERF) low = gelu(low), high = gelu(high);
             if (EPILOGUE == SWIGLU) {
                 low = silu(low) * (sums[i / 2][j + 1][i % 2 * 2] * target.up.x);
                 high = silu(high) * (sums[i / 2][j + 1][i % 2 * 2 + 1] * target.up.y);
@@ -355,7 +379,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
 linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __restrict__ scales,
                const int4* __restrict__ groups, const int2* __restrict__ strips,
                const u16* residual, u16* const* __restrict__ outputs, int rows, int width,
-               int group_count, int whole) {
+               int group_count, int whole
+#if BIAS
+               , const float* const* __restrict__ biases
+#endif
+) {
     DYNAMIC_SHARED(shared);
     const int warp = threadIdx.x / 32;
     const saddr stages = shared_address(shared), full = stages + STAGES * STAGE_BYTES;
@@ -363,7 +391,11 @@ linear_prefill(const u8* slabs, const u8* __restrict__ weights, const float* __r
     const Params params = {slabs,     weights, groups, rows,
                        row_tiles, (width + STEP - 1) / STEP,
                        whole,     2 * row_tiles * group_count - whole};
+#if BIAS
+    const Finish f = {scales, strips, residual, outputs, biases};
+#else
     const Finish f = {scales, strips, residual, outputs};
+#endif
     const PipelineState state = {stages, full, full + 8 * STAGES, 0, 0};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {

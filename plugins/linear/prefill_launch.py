@@ -48,6 +48,7 @@ HIGH, LOW = 128, 64
 """Rows of an item."""
 WIDE, SLIM = PIECE_TILES, PIECE_TILES // 2
 """n-tiles of an item. In a slim item only half of a block's warps multiply, one per scheduler."""
+ONE_OUTPUT = (Epilogue.SWIGLU, Epilogue.RESIDUAL)
 COSTS = {(WIDE, HIGH): 1.0, (WIDE, LOW): 0.61, (SLIM, HIGH): 0.626, (SLIM, LOW): 0.404}
 """Relative time that an item takes on a multiprocessor, to a few percent: measured with steps of
 2,048 rows cut into items of one size only, on 16 multiprocessors of an H100.
@@ -85,7 +86,9 @@ def _product(site: CallSite, device: Device, rows: Argument) -> Launch:
     stage = _stage_bytes(plan, found.height)
     stages = max(FEWEST_STAGES, min(MOST_STAGES, device.shared // stage))
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]
-    outputs = len(plan.widths) if epilogue is Epilogue.NONE else 1
+    outputs = 1 if epilogue in ONE_OUTPUT else len(plan.widths)
+    biases = tuple(f"bias{i}" for i in range(len(plan.widths)))
+    biased = "bias0" in site
     return Launch(
         kernel="linear_prefill",
         source="prefill.cu",
@@ -103,6 +106,7 @@ def _product(site: CallSite, device: Device, rows: Argument) -> Launch:
             Int(k),
             Int(len(found.pieces)),
             Int(found.whole),
+            *((PointerTable(biases),) if biased else ()),
         ),
         shared=stages * stage,
         defines={
@@ -110,6 +114,7 @@ def _product(site: CallSite, device: Device, rows: Argument) -> Launch:
             "STAGES": stages,
             "KINDS": sum(1 << kind for kind in {_kind(group) for group in plan.groups}),
             "EPILOGUE": epilogue,
+            **({"BIAS": 1} if biased else {}),
         },
     )
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import Arrays, Attributes
-from thor_dflash.plugins.numpy_math import dequantise, rms_norm, rounded, sigmoid, silu, wide
+from thor_dflash.plugins.numpy_math import (
+    dequantise,
+    gelu_erf,
+    gelu_tanh,
+    rms_norm,
+    rounded,
+    sigmoid,
+    silu,
+    wide,
+)
+
+GELU = {"gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf}
 
 
 def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
@@ -16,6 +27,8 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
         y = [silu(y[0]) * y[1]]
     elif a.word("epilogue") == "residual":
         y = [wide(x["residual"]) + y[0]]
+    elif a.word("epilogue") in GELU:
+        y = [GELU[a.word("epilogue")](one) for one in y]
     return {f"y{i}": rounded(value, dtype) for i, value in enumerate(y)}
 
 
@@ -36,4 +49,5 @@ def prologue(x: Arrays, a: Attributes) -> Array:
 
 def _project(x: Arrays, rows: Array, i: int) -> Array:
     y = rows @ dequantise(x[f"weight{i}"], x.get(f"block_scale{i}")).T
-    return y * wide(x[f"row_scale{i}"]) if f"row_scale{i}" in x else y
+    y = y * wide(x[f"row_scale{i}"]) if f"row_scale{i}" in x else y
+    return y + wide(x[f"bias{i}"]) if f"bias{i}" in x else y

@@ -9,6 +9,13 @@ Inputs
     length       int32 [1], committed rows; row t is at position length + t
     cache_k, cache_v  f32/bf16/fp8 [Hkv, N, D]; keys after norm and rotation
     scale_k, scale_v  float32 [1]; stored = x / scale (1 if the checkpoint has no scales)
+    shift        int32 [1]; row t turns by position length + t + shift (0 if absent)
+    at           int32 [T, 3]; row t turns by these positions: time, height, width
+
+Attributes
+    mrope_height, mrope_width  pairs of columns that turn by height and width: of pair j, height if
+                 j % 3 is 1 and j < 3 * mrope_height, width if j % 3 is 2 and j < 3 * mrope_width,
+                 else time. Only calls with `at` have different positions.
 
 Outputs
     o            rows [T, Hq * D]; the output gate is applied by the consumer
@@ -16,14 +23,15 @@ Outputs
                  written in place. Rows at and past the committed length are never read before
                  they are written again, so rejected rows need no clean-up.
 
-Row t sees positions 0 .. length + t, including its own block's rows as the cache stores them. The
-cache is processed in tiles of `tile` rows that start at absolute multiples of `tile`, combined in
-order of position: a row's result does not depend on where its block begins or how many rows it has.
-Nor does it depend on later rows of its block, unless a value of these is not finite: its weight is
-zero, and zero times NaN or infinity is NaN.
+`shift` and `at` only turn queries and keys. Which cache rows are written, and what a row sees, goes
+by its index: row t sees rows 0 .. length + t of the cache, including its own block's. The cache is
+processed in tiles of `tile` rows that start at absolute multiples of `tile`, combined in order of
+position: a row's result does not depend on where its block begins or how many rows it has. Nor does
+it depend on later rows of its block, unless a value of these is not finite: its weight is zero, and
+zero times NaN or infinity is NaN.
 
-Source: Qwen3.5 modeling (transformers models/qwen3_5); running softmax, Milakov and Gimelshein
-2018.
+Source: Qwen3.5 modeling (transformers models/qwen3_5, apply_interleaved_mrope); running softmax,
+Milakov and Gimelshein 2018.
 """
 
 from pathlib import Path
@@ -55,6 +63,8 @@ OP = Op(
         Port("cache_v", CACHE, ("Hkv", "N", "D")),
         Port("scale_k", (DType.F32,), (1,)),
         Port("scale_v", (DType.F32,), (1,)),
+        Port("shift", (DType.I32,), (1,), optional=True),
+        Port("at", (DType.I32,), ("T", 3), optional=True),
     ),
     outputs=(
         Port("o", ACTIVATION, ("T", "QD"), like="q"),
@@ -70,6 +80,8 @@ OP = Op(
         "norm_eps": 1e-6,
         "norm_offset": 1.0,
         "tile": TILE,
+        "mrope_height": 0,
+        "mrope_width": 0,
     },
     aliases={"next_cache_k": "cache_k", "next_cache_v": "cache_v"},
     derived=_derived,

@@ -9,7 +9,14 @@
 //
 // Compile-time: GROUP (query heads per key/value head: 2, 4, 6), FP8 (the caches' type; bf16
 // otherwise), NORM_F32 (the norm weights' type; bf16 otherwise), HALF (angles of a row: half of the
-// rotated columns).
+// rotated columns). By what rows turn: nothing else is defined for their index; SHIFT adds a number to
+// it (short calls only); MROPE takes the call's positions, with MROPE_HEIGHT and MROPE_WIDTH.
+#ifndef MROPE
+#define MROPE 0
+#endif
+#ifndef SHIFT
+#define SHIFT 0
+#endif
 #include "cuda/prefetch.cuh"
 #include "cuda/device.cuh"
 #include "linear/row_norm.cuh"
@@ -87,7 +94,7 @@ DEVICE bool sees_fresh(const Pieces& pieces, int length) {
 // tokens at a time. The block's own 16 tokens come first: their angles, which its queries use too,
 // have been computed already.
 DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const float (&w_key)[8],
-                    float* table, float own, int length, int from, const Heads& heads,
+                    float* table, const Turns& turns, int from, const Heads& heads,
                     bool needs, const Lane& at) {
     const int warp = threadIdx.x >> 5;
     const int blocks = needs ? static_cast<int>(gridDim.z) : 1;
@@ -101,7 +108,7 @@ DEVICE void prepare(u8* memory, const Fresh& fresh, const float (&w)[8], const f
             barrier_wait(queries_there(memory, at), 0);
             turn_queries(memory, w, fresh.eps, table, heads);
         } else {
-            angles(table, own, length + first, TOKENS);
+            angles(table, turns, first, TOKENS);
             sync_block();
         }
         if (needs)
@@ -118,7 +125,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
                  const float* __restrict__ scale_k, const float* __restrict__ scale_v,
                  const float* __restrict__ frequency, u16* mixtures, float2* stats,
                  const u8* __restrict__ next_packed, int next_share, int rows, int capacity,
-                 int slots, float offset, float eps) {
+                 int slots, float offset, float eps
+#if SHIFT
+                 , const i32* shift_at
+#elif MROPE
+                 , const i32* positions
+#endif
+    ) {
     DYNAMIC_SHARED(memory);
     Lane at = this_lane();
     float w[8], w_key[8];
@@ -127,6 +140,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const float own = own_frequency(frequency);
     const float2 by_k = with_inverse(*scale_k), by_v = with_inverse(*scale_v);
     const int head = blockIdx.x, from = blockIdx.z * TOKENS, length = *length_at;
+#if SHIFT
+    const Turns turns = {own, length + *shift_at};
+#elif MROPE
+    const Turns turns = {own, positions, rows};
+#else
+    const Turns turns = {own, length};
+#endif
     const int count = min(TOKENS, rows - from);
     const Pieces pieces = divided(length + from, length + from + count, blockIdx.y, gridDim.y);
     const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -145,13 +165,13 @@ KERNEL void __launch_bounds__(THREADS, 1)
         ask_queries(memory, q, count, from, pieces.heads, at);
     }
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
-    angles(table, own, length + from, TOKENS);
+    angles(table, turns, from, TOKENS);
     sync_block();
     wait_for_previous();
     // A block with the last piece may have to write the call's rows to the cache, so it needs them.
     const bool last = blockIdx.y == 0;
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.x), head, eps, by_k, by_v};
-    prepare(memory, fresh, w, w_key, table, own, length, from, pieces.heads,
+    prepare(memory, fresh, w, w_key, table, turns, from, pieces.heads,
             last || sees_fresh(pieces, length), at);
     // Only now, after the queries have arrived: the weights that the next kernel and the prefetch
     // load would delay them. From here on memory is mostly idle, except with a long cache.
@@ -238,7 +258,11 @@ KERNEL void __launch_bounds__(THREADS)
     write_rows(const u16* k, const u16* v, const void* __restrict__ k_norm, const i32* length_at,
                u8* cache_k, u8* cache_v, const float* __restrict__ scale_k,
                const float* __restrict__ scale_v, const float* __restrict__ frequency, int rows,
-               int capacity, float offset, float eps) {
+               int capacity, float offset, float eps
+#if MROPE
+               , const i32* positions
+#endif
+    ) {
     __shared__ float table[TOKENS * WIDTH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float w[8];
@@ -251,7 +275,11 @@ KERNEL void __launch_bounds__(THREADS)
     const Fresh fresh = {k, v, rows, static_cast<int>(gridDim.y), head, eps, by_k, by_v};
     Pair pair;
     load_pair(pair, fresh, from + warp, lane);
-    angles(table, own, length + from, TOKENS);
+#if MROPE
+    angles(table, {own, positions, rows}, from, TOKENS);
+#else
+    angles(table, {own, length}, from, TOKENS);
+#endif
     sync_block();
     const i64 to = (static_cast<i64>(head) * capacity + length) * CACHE_BYTES;
     store_pair(cache_k + to, cache_v + to, pair, fresh, w, table, from + warp, warp, lane);
@@ -262,7 +290,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
     attend_dense(const u16* q, const void* __restrict__ q_norm, const i32* length_at,
                  const u8* cache_k, const u8* cache_v, const float* __restrict__ scale_k,
                  const float* __restrict__ scale_v, const float* __restrict__ frequency, u16* o,
-                 int rows, int capacity, float offset, float eps) {
+                 int rows, int capacity, float offset, float eps
+#if MROPE
+                 , const i32* positions
+#endif
+    ) {
     DYNAMIC_SHARED(memory);
     const Lane at = this_lane();
     float w[8];
@@ -278,7 +310,11 @@ KERNEL void __launch_bounds__(THREADS, 1)
     const Past past = {memory, cache_k + begin, cache_v + begin, end, 0, undivided(end)};
     KvPrefetcher prefetcher(past, at);
     float* const table = reinterpret_cast<float*>(memory + WEIGHTS);
-    angles(table, own, length + from, TOKENS);
+#if MROPE
+    angles(table, {own, positions, rows}, from, TOKENS);
+#else
+    angles(table, {own, length}, from, TOKENS);
+#endif
     sync_block();
     ask_queries(memory, q, count, from, BOTH, at);
     barrier_wait(queries_there(memory, at), 0);

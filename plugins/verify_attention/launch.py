@@ -69,6 +69,7 @@ def refuse(site: CallSite) -> str:
         (group in GROUPS, "heads / kv_heads", "2, 4 or 6", group),
         (rotary in (16, 32, 64, 128, 256), "rotary_dim", "a power of two, 16 to 256", rotary),
         (a.integer("tile") % 128 == 0, "tile", "a multiple of 128", a.integer("tile")),
+        ("shift" not in site or rows <= SPLIT_ROWS, "shift", f"of at most {SPLIT_ROWS} rows", rows),
         (not slabs or rows <= SPLIT_ROWS, "y0_slabs", f"of at most {SPLIT_ROWS} rows", rows),
         (not slabs or "next_gate" in site, "y0_slabs", "of gated rows", "no next_gate"),
         (site.size("cache_k", 1) % 128 == 0, "cache_k", "whole tiles", site.size("cache_k", 1)),
@@ -91,12 +92,23 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
 
 def _defines(site: CallSite) -> dict[str, int]:
     a = site.attributes
-    return {
+    defines = {
         "GROUP": a.integer("heads") // a.integer("kv_heads"),
         "FP8": int(site.ports["cache_k"].dtype is DType.FP8),
         "NORM_F32": int(site.ports["q_norm"].dtype is DType.F32),
         "HALF": a.integer("rotary_dim") // 2,
     }
+    if "shift" in site:
+        defines["SHIFT"] = 1
+    if "at" in site:
+        height, width = a.integer("mrope_height"), a.integer("mrope_width")
+        defines |= {"MROPE": 1, "MROPE_HEIGHT": height, "MROPE_WIDTH": width}
+    return defines
+
+
+def _turning(site: CallSite) -> tuple[Pointer, ...]:
+    """The argument by which rows turn, if it is not their index alone."""
+    return tuple(Pointer(port) for port in ("shift", "at") if port in site)
 
 
 def _shared(site: CallSite, fresh: int) -> int:
@@ -146,6 +158,7 @@ def _split(site: CallSite, device: Device) -> tuple[Launch, ...]:
             stats,
             *prefetch_next(site, sharers * groups),
             *_numbers(site, pieces),
+            *_turning(site),
         ),
     )
     combine = Launch(
@@ -176,6 +189,7 @@ def _dense(site: CallSite) -> tuple[Launch, ...]:
             *caches,
             _frequency(site),
             *_numbers(site),
+            *_turning(site),
         ),
     )
     attend = Launch(
@@ -190,6 +204,7 @@ def _dense(site: CallSite) -> tuple[Launch, ...]:
             _frequency(site),
             Pointer("o"),
             *_numbers(site),
+            *_turning(site),
         ),
     )
     return write, attend

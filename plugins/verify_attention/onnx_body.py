@@ -12,6 +12,7 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import onnx_math
 from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.onnx_builder import FunctionBuilder, Inputs
+from thor_dflash.plugins.verify_attention.reference import mrope_streams
 
 F32 = DType.F32
 
@@ -20,8 +21,9 @@ def body(b: FunctionBuilder, x: Inputs, a: Attributes) -> Mapping[str, str]:
     """See the operator's docstring for shapes."""
     heads, kv = a.integer("heads"), a.integer("kv_heads")
     at = onnx_math.positions(b, x["length"], x["q"])
-    q = b.round(_turned(b, x, a, "q", at, heads), x.dtype("q"))
-    k = b.op("Transpose", _turned(b, x, a, "k", at, kv), perm=(1, 0, 2))
+    where = _positions(b, x, a, at)
+    q = b.round(_turned(b, x, a, "q", where, heads), x.dtype("q"))
+    k = b.op("Transpose", _turned(b, x, a, "k", where, kv), perm=(1, 0, 2))
     v = onnx_math.heads_first(b, x.f32(b, "v"), kv, a.integer("head_dim"))
     caches = {"k": _write(b, x, "k", k, at, kv), "v": _write(b, x, "v", v, at, kv)}
     o = _attend(b, x, a, q, caches, at)
@@ -38,7 +40,23 @@ def _turned(b: FunctionBuilder, x: Inputs, a: Attributes, name: str, at: str, he
     normed = onnx_math.rms_norm(
         b, by_head, x.f32(b, f"{name}_norm"), a.real("norm_eps"), a.real("norm_offset")
     )
-    return onnx_math.rope(b, normed, at, dim, a.integer("rotary_dim"), a.real("rope_theta"))
+    return onnx_math.rope(
+        b,
+        normed,
+        at,
+        dim,
+        a.integer("rotary_dim"),
+        a.real("rope_theta"),
+        by_pair="at" in x,
+    )
+
+
+def _positions(b: FunctionBuilder, x: Inputs, a: Attributes, at: str) -> str:
+    """The positions by which rows turn: [T], or [T, rotary_dim / 2] by pair of columns."""
+    if "at" in x:
+        streams = mrope_streams(a)
+        return b.op("Gather", x["at"], b.const(streams), axis=1)
+    return b.op("Add", at, b.cast(x["shift"], DType.I64)) if "shift" in x else at
 
 
 def _write(b: FunctionBuilder, x: Inputs, name: str, rows: str, at: str, kv: int) -> str:

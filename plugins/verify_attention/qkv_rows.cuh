@@ -36,13 +36,35 @@ DEVICE float own_frequency(const float* frequency) {
     return frequency[threadIdx.x & (HALF - 1)];
 }
 
-// Writes cosine [HALF] and sine [HALF] for each of rows first .. first + count - 1, row after row.
-// Called by the whole block.
-DEVICE void angles(float* table, float own, int first, int count) {
+// The frequency of this thread's angles, and the positions of the call's rows.
+struct Turns {
+    float own;
+#if MROPE
+    const i32* at;  // [rows, 3]
+    int rows;
+
+    DEVICE int position(int row) const {
+        const int j = threadIdx.x & (HALF - 1);
+        const int stream = j % 3 == 1 && j < 3 * MROPE_HEIGHT  ? 1
+                           : j % 3 == 2 && j < 3 * MROPE_WIDTH ? 2
+                                                               : 0;
+        return row < rows ? at[row * 3 + stream] : 0;
+    }
+#else
+    int first;
+
+    DEVICE int position(int row) const { return first + row; }
+#endif
+};
+
+// Writes cosine [HALF] and sine [HALF] for each of the call's rows from .. from + count - 1, row
+// after row. Called by the whole block.
+DEVICE void angles(float* table, const Turns& turns, int from, int count) {
     const int j = threadIdx.x & (HALF - 1);
     for (int row = threadIdx.x / HALF; row < count; row += blockDim.x / HALF) {
         float* at = table + row * 2 * HALF + j;
-        cosine_sine(mul_rn(static_cast<float>(first + row), own), at[0], at[HALF]);
+        const float position = static_cast<float>(turns.position(from + row));
+        cosine_sine(mul_rn(position, turns.own), at[0], at[HALF]);
     }
 }
 

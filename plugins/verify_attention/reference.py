@@ -14,8 +14,9 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
     rows, length = len(x["q"]), int(x["length"][0])
     at = length + np.arange(rows)
     dtype = DType.of(x["q"])
-    q = wide(rounded(normed_and_turned(x["q"], x["q_norm"], at, a, a.integer("heads")), dtype))
-    k = normed_and_turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads"))
+    where = _positions(x, a, at)
+    q = wide(rounded(normed_and_turned(x["q"], x["q_norm"], where, a, a.integer("heads")), dtype))
+    k = normed_and_turned(x["k"], x["k_norm"], where, a, a.integer("kv_heads"))
     v = wide(x["v"]).reshape(k.shape)
     out: dict[str, Array] = {}
     stored: dict[str, Array] = {}
@@ -26,6 +27,23 @@ def reference(x: Arrays, a: Attributes) -> dict[str, Array]:
         out[f"next_cache_{name}"] = cache
         stored[name] = wide(cache[:, : length + rows]) * scale
     return {"o": rounded(attend(q, stored["k"], stored["v"], at), dtype)} | out
+
+
+def _positions(x: Arrays, a: Attributes, at: Array) -> Array:
+    """The position by which each pair of columns of each row turns, [T] or [T, rotary_dim / 2]."""
+    if "at" not in x:
+        return at + int(x["shift"][0]) if "shift" in x else at
+    by_pair: Array = x["at"][:, mrope_streams(a)]
+    return by_pair
+
+
+def mrope_streams(a: Attributes) -> Array:
+    """int64 [rotary_dim / 2]: 0, 1 or 2, which of `at`'s positions turns a pair of columns."""
+    pair = np.arange(a.integer("rotary_dim") // 2)
+    height = (pair % 3 == 1) & (pair < 3 * a.integer("mrope_height"))
+    width = (pair % 3 == 2) & (pair < 3 * a.integer("mrope_width"))
+    streams: Array = height * 1 + width * 2
+    return streams
 
 
 def normed_and_turned(x: Array, norm: Array, at: Array, a: Attributes, heads: int) -> Array:

@@ -23,7 +23,7 @@ class HashedPrompt:
 
     chunks: tuple[Digest, ...]
     ids: bytes
-    """All its tokens, 32 bits each."""
+    """All its tokens, packed."""
 
     def common(self, other: bytes) -> int:
         """The first tokens that another prompt begins with, too."""

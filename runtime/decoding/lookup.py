@@ -22,6 +22,8 @@ last one behind a token that differed."""
 
 GIVEN = 1 << 14
 """Most tokens of earlier answers that are searched, and as many of texts given with the request."""
+IMAGE = -(1 << 30)
+"""Stands for every token of an image: no output has it, so nothing is found across it."""
 PROMPT = 1 << 15
 """Most tokens of the prompt that are searched: its end."""
 OUTPUT = 1 << 15
@@ -77,7 +79,7 @@ class LookupIndex:
             self._add("session", text)
         for text in newest(texts.drafts, GIVEN):
             self._add("drafts", text)
-        self._add("prompt", prompt[-PROMPT:])
+        self._add("prompt", [t if t >= 0 else IMAGE for t in prompt[-PROMPT:]])
         self._begin("output")
         self._limit = len(self._automaton) + OUTPUT
 

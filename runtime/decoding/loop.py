@@ -27,6 +27,8 @@ from thor_dflash.runtime.decoding.proposers import Proposal, Proposer
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.text.thinking import Marks
+from thor_dflash.runtime.vision.encoder_cache import EncoderCache
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class TokenChunk:
     """Prompt tokens in the state."""
     prompt_rows: int = 0
     """Rows of the prefill step that read the last of those tokens."""
+    encoded: bool = False
+    """The vision tower has run on an image of the prompt, or its rows were kept."""
 
 
 class PromptStart(Protocol):
@@ -74,6 +78,10 @@ class DecodeRequest:
     """Ids of the thinking marks, if the vocabulary has them."""
     start: PromptStart | None = None
     """None: an empty state."""
+    images: PromptImages | None = None
+    """None: the prompt has none."""
+    encoder: EncoderCache | None = None
+    """Needed for images."""
 
 
 def decode(
@@ -106,6 +114,7 @@ def _chunks(
     begun, meter.cached = model.state.begun, model.state.length
     assert meter.cached < len(request.prompt), meter.cached
     model.write_sampling(request.sampling)
+    model.write_images(request.images)
     for chunk in _prefill(model, request):
         yield chunk
         check_owner(model, begun)
@@ -151,11 +160,24 @@ def _prefill(model: ModelRunner, request: DecodeRequest) -> Iterator[TokenChunk]
     first = request.proposer.begin(model, len(prompt))
     for start in range(model.state.length, len(prompt), model.chunk):
         part = prompt[start : start + model.chunk]
+        yield from _encode(model, request, part)
         model.prefill(part, observe=start + len(part) > first)
         if request.start:
             request.start.prefilled()
         rows = model.step_rows(len(part))
         yield TokenChunk((), prompt_done=model.state.length, prompt_rows=rows)
+
+
+def _encode(
+    model: ModelRunner, request: DecodeRequest, part: Sequence[int]
+) -> Iterator[TokenChunk]:
+    """Run the vision tower on the images that a prefill step needs, one at a time."""
+    images, encoder = request.images, request.encoder
+    if images is None or encoder is None:
+        return
+    for number in images.missing(part):
+        encoder.read(images, number, model.encode)
+        yield TokenChunk((), encoded=True)
 
 
 def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress) -> Block:

@@ -9,13 +9,21 @@ from threading import RLock
 import numpy as np
 
 from thor_dflash.core.tensors import Array, TensorSpec
-from thor_dflash.package.manifest import CHUNK_STEPS, Manifest, graph_name
+from thor_dflash.package.manifest import (
+    CHUNK_STEPS,
+    ENCODE,
+    Manifest,
+    encoder_name,
+    graph_name,
+)
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.decoding.block import Block, Sampling
 from thor_dflash.runtime.decoding.sequence_state import SequenceState
 from thor_dflash.runtime.engines.protocol import Call, Engine, Graph, Tensor
+from thor_dflash.runtime.vision.picture import Picture, encoder_inputs
+from thor_dflash.runtime.vision.prompt_images import PromptImages, local_rows
 
 ALL = -1
 """A word of a mask that allows every id."""
@@ -78,6 +86,9 @@ class ModelRunner:
             for chunk in self.chunks
             for name in names
         }
+        for patches in manifest.image_patches:
+            name = encoder_name(patches)
+            self.graphs[name] = engine.load(name)
         widest = manifest.widest_chunk
         dims = {"cache_rows": cache_rows(capacity, manifest.block, widest)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
@@ -87,6 +98,8 @@ class ModelRunner:
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
+        self._images: PromptImages | None = None
+        """Those of the prompt that is read."""
         self._written: tuple[int, ...] = ()
         """The tokens last written from the host."""
         self._values: dict[str, int | float | tuple[int, ...]] = {}
@@ -213,6 +226,27 @@ class ModelRunner:
         words = np.array([sampling.seed], np.uint64).view(np.int32)
         self._set_ids("sampling.seed", tuple(int(word) for word in words))
 
+    def write_images(self, images: PromptImages | None) -> None:
+        """Set the images of the prompt that is read next, and by how much they shift what follows
+        it.
+        """
+        self._images = images
+        if self.manifest.vision:
+            self._write_changed("shift", images.shift if images else 0)
+
+    def encode(self, picture: Picture) -> Array:
+        """Run the vision tower on one image; return its rows [tokens, H]. Waits for them."""
+        vision, grid = self.manifest.vision, picture.grid
+        assert vision is not None, "a package without a tower"
+        size = next(size for size in self.manifest.image_patches if size >= grid.patches)
+        name = encoder_name(size)
+        for port, values in encoder_inputs(picture, vision.tower, size).items():
+            tensor = self._inputs[_key(name, port)]
+            self.engine.write(tensor, values.astype(tensor.spec.dtype.numpy))
+        self.engine.run([self._calls[name]])
+        rows = self._inputs[_key(name, "image_rows")]
+        return self.engine.read(rows, (grid.tokens, *rows.spec.at({})[1:]))
+
     def hold(self, count: int) -> None:
         """Keep the taps of the `count` rows just committed for `catch_up`.
 
@@ -243,6 +277,8 @@ class ModelRunner:
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; `observe` also updates the drafter's rings."""
         rows = self.step_rows(len(tokens))
+        if self.manifest.vision:
+            tokens = self._see(tokens, self.sized("prefill", rows), rows)
         padded = [*tokens, *[0] * (rows - len(tokens))]
         self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
         self._set("valid", len(tokens))
@@ -257,6 +293,18 @@ class ModelRunner:
         self.state.advance(len(tokens))
         if observe or not self.manifest.drafter:
             self.state.log.prefilled(start, len(tokens))
+
+    def _see(self, tokens: Sequence[int], step: str, rows: int) -> Sequence[int]:
+        """Write the rows and positions of a prefill step; return its ids of text and of rows."""
+        start, images = self.state.length, self._images
+        at = np.repeat(np.arange(start, start + rows, dtype=np.int32)[:, None], 3, axis=1)
+        if images is not None:
+            at[: len(tokens)] = images.positions[start : start + len(tokens)]
+            tokens, image = local_rows(tokens, images.encoded)
+            if image is not None:
+                self.engine.write(self._inputs[_key(step, "image")], image)
+        self.engine.write(self._inputs[_key(step, "at")], at)
+        return tokens
 
     def draft(self, block: Block, before: Sequence[Call]) -> tuple[int, ...]:
         """Run propose alone; return [R] tokens: the last committed one and the drafts. One wait; or
@@ -360,7 +408,11 @@ class ModelRunner:
 
 
 def _key(step: str, name: str) -> str:
-    """Scratch tensors are shared by name, but chunk steps have their own tokens and taps."""
+    """Scratch tensors are shared by name, but chunk steps have their own tokens and taps, and so
+    have vision graphs.
+    """
     base, dot, size = step.partition(".")
-    chunk = base in CHUNK_STEPS and name in ("tokens", "taps")
+    if base == ENCODE:
+        return f"{name}.{step}"
+    chunk = base in CHUNK_STEPS and name in ("tokens", "taps", "image", "at")
     return f"{name}_chunk{dot}{size}" if chunk else name

@@ -30,6 +30,7 @@ EXTRAS = {
     },
     "serve": {"jsonschema-rs": "0.38"},
     "http": {"starlette": "1.0", "uvicorn": "0.40", "prometheus-client": "0.23"},
+    "images": {"pillow": "12.3"},
 }
 """Extra of this package -> its distributions and their minimum versions. Those of `engine` are not
 among them: without them there is no doctor."""
@@ -40,6 +41,7 @@ USES = {
     "tensorrt": "to build and run packages of engine tensorrt, beside TensorRT itself",
     "serve": "to serve plans",
     "http": "for the HTTP gateway",
+    "images": "for images in prompts",
 }
 CUDA = 13000
 """Minimum CUDA version of the driver."""

@@ -43,6 +43,7 @@ from thor_dflash.runtime.session.turn_cache import NO_CONVERSATION, Conversation
 from thor_dflash.runtime.text.packed_ids import packed
 from thor_dflash.runtime.text.thinking import Marks, Thinking
 from thor_dflash.runtime.text.tokenizer import END_THINK, Tokenizer
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 _RULES = {"margin": LOG_MARGIN, "delta": PROBABILITY_DELTA}
 
@@ -73,6 +74,8 @@ class Request:
     conversation: Conversation = NO_CONVERSATION
     """Where later prompts may continue this one."""
     sampling: SamplingConfig = GREEDY
+    images: PromptImages | None = None
+    """Made by Session.images; its prompt is this one."""
     forced: ForcedAnswer | None = None
     """Commit these ids as the answer, whatever the model would choose. `max_tokens` is their
     number, and no other option shapes the answer."""
@@ -134,6 +137,7 @@ class Admitted:
     forced: ForcedAnswer | None = None
     lease: Lease | None = None
     """Keeps the boundary that it will continue from while it waits."""
+    images: PromptImages | None = None
 
     def with_budget(self, tokens: int) -> Admitted:
         """Lower the thinking budget, if there is one, to `tokens`. The reply keeps its length."""
@@ -202,7 +206,7 @@ class Admission:
         relaxed = None if request.relaxed is None else self._relaxed(request, request.relaxed)
         _check_stop(request)
         stop = tuple(sorted(request.stop))
-        check_request(self._model, request.prompt, max_tokens, stop)
+        check_request(self._model, request, max_tokens, stop)
         return Admitted(
             prompt=request.prompt,
             max_tokens=max_tokens,
@@ -219,6 +223,7 @@ class Admission:
             thinks=thinks,
             conversation=request.conversation,
             forced=request.forced,
+            images=request.images,
         )
 
     def opening(self, request: Request) -> int:
@@ -433,24 +438,26 @@ def _check_stop(request: Request) -> None:
 
 def _all_below(vocab: int, prompt: Sequence[int]) -> bool:
     try:
-        ids = np.frombuffer(packed(prompt), np.int32)
+        ids = np.frombuffer(packed(prompt), np.int64)
     except OverflowError:
         return False
     return bool(ids.min() >= 0 and ids.max() < vocab)
 
 
 def check_request(
-    model: ModelRunner, prompt: Sequence[int], max_tokens: int, stop: Sequence[int]
+    model: ModelRunner, request: Request, max_tokens: int, stop: Sequence[int]
 ) -> None:
     """Refuse a request that could not be finished.
 
     Raises:
         RequestError: naming the field, the rule and the value.
     """
-    vocab = model.manifest.target.vocab
+    vocab, prompt = model.manifest.target.vocab, request.prompt
     if not prompt:
         raise RequestError("prompt must have at least one token (got none)")
-    if not _all_below(vocab, prompt):
+    if request.images is not None:
+        assert request.images.prompt == prompt, "its own"
+    elif not _all_below(vocab, prompt):
         i, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab)
         raise RequestError(f"prompt[{i}] must be 0 to {vocab - 1} (got {token})")
     if max_tokens < 1:

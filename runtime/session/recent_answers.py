@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TOKENS = 1 << 18
-"""Most tokens kept, of all sessions together: 1 MiB."""
+"""Most tokens kept, of all sessions together: 2 MiB."""
 BEFORE = 8
 """Tokens of the prompt's end that are kept with an answer: where the next one begins, too."""
 
@@ -44,7 +44,7 @@ class RecentAnswers:
 
     def keep(self, session: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep an answer, also a part of one."""
-        one = array("i", (*prompt[-BEFORE:], *answer))
+        one = array("q", (*prompt[-BEFORE:], *answer))
         if not (self.each and answer) or len(one) > TOKENS:
             return
         with self._lock:

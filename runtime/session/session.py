@@ -39,6 +39,9 @@ from thor_dflash.runtime.session.recent_answers import RecentAnswers
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache, TurnStart
 from thor_dflash.runtime.text.thinking import Marks
 from thor_dflash.runtime.text.tokenizer import Tokenizer
+from thor_dflash.runtime.vision.encoder_cache import EncoderCache
+from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 __all__ = ["Request", "RequestReport", "Session", "TokenChunk", "open_session"]
 
@@ -64,6 +67,9 @@ class Session:
         """Stored states that requests continue from. The longest one matching a prompt is used."""
         self.turns = TurnCache(model)
         """States of earlier prompts that requests continue from, kept automatically."""
+        vision, sizes = model.manifest.vision, model.manifest.image_patches
+        self.encoder = EncoderCache(vision, sizes) if vision else None
+        """Images and the vision tower; None if the package has none."""
         self._grammars: Grammars | None = None
         self.answers = RecentAnswers()
         """Answers of earlier requests, by conversation, if they name one."""
@@ -113,6 +119,20 @@ class Session:
             manifest = self.manifest
             self._grammars = Grammars(self.tokenizer, manifest.vocab_limit, manifest.stop_tokens)
         return self._grammars
+
+    def images(self, ids: Sequence[int], pictures: Sequence[Picture]) -> PromptImages | None:
+        """Put images into a prompt, for a request; None if there are none. Thread-safe.
+
+        Raises:
+            RequestError: the package sees no images, or the prompt has another number of them.
+        """
+        if self.encoder is None:
+            if not pictures:
+                return None
+            raise RequestError(
+                f"images must be left out: the package has no vision tower (got {len(pictures)})"
+            )
+        return self.encoder.insert(ids, pictures)
 
     def admit(self, request: Request) -> Admitted:
         """Check a request and resolve its options, without starting it. The boundary that it would
@@ -188,7 +208,7 @@ class Session:
         policy options are ignored.
         """
         stop = tuple(sorted(request.stop))
-        check_request(self.model, request.prompt, request.max_tokens, stop)
+        check_request(self.model, request, request.max_tokens, stop)
         admitted = Admitted(
             prompt=request.prompt,
             max_tokens=request.max_tokens,
@@ -198,6 +218,7 @@ class Session:
             opening=self._admission.opening(request),
             conversation=request.conversation,
             sampling=resolve_sampling(request.sampling),
+            images=request.images,
         )
         return self._answer(admitted, (*policies, *admitted.policies()))
 
@@ -219,6 +240,8 @@ class Session:
             marks=self._marks(admitted.opening),
             sampling=admitted.sampling,
             start=start,
+            images=admitted.images,
+            encoder=self.encoder,
         )
         return self._chunks(request, start)
 

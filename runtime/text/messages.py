@@ -15,17 +15,20 @@ from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table
 
 ROLES = ("system", "user", "assistant", "tool")
+SEEING = ("user", "tool")
+"""Roles whose content may be a list of texts and images."""
 _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id")
 _ONLY = {"tool_calls": "assistant", "tool_call_id": "tool"}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SHORT = 4096
 ChatTurn = dict[str, Any]
-"""A checked message: texts, and `tool_calls` as [{"function": {"name", "arguments"}}], where the
-arguments are the JSON text of an object."""
+"""A checked message: texts, `content` that may be a list of parts, and `tool_calls` as
+[{"function": {"name", "arguments"}}], where the arguments are the JSON text of an object."""
 
 
-def chat(messages: object) -> list[ChatTurn]:
-    """Check that `messages` is a chat: a list of objects with a known role and a text.
+def chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
+    """Check that `messages` is a chat: a list of objects with a known role and a text, of which
+    parts show so many pictures.
 
     Results of tools that name their calls are put into the order of the calls: chat templates
     show no ids, so that order is the only link.
@@ -38,7 +41,11 @@ def chat(messages: object) -> list[ChatTurn]:
         raise RequestError(
             f"messages must be a list of at least one message (got {show(messages)})"
         )
-    return _results_in_order([_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)])
+    turns = [_entry(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
+    found = sum((as_list(turn["content"]) or []).count({"type": "image"}) for turn in turns)
+    if found != pictures:
+        raise RequestError(f"messages must show {pictures} images (got {found})")
+    return _results_in_order(turns)
 
 
 def _entry(entry: object, where: str) -> ChatTurn:
@@ -63,10 +70,24 @@ def _field(key: str, value: object, role: object, where: str) -> object:
         raise RequestError(f"{where}.{key} must be in a message of role {only} (got {show(role)})")
     if key == "tool_calls":
         return _calls(value, f"{where}.tool_calls")
+    if key == "content" and (parts := as_list(value)) is not None and role in SEEING:
+        return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(parts)]
     if not isinstance(value, str):
         raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
     check_utf8(f"{where}.{key}", value)
     return value
+
+
+def _part(part: object, where: str) -> dict[str, str]:
+    fields = as_table(part) or {}
+    if fields == {"type": "image"}:
+        return {"type": "image"}
+    text = fields.get("text")
+    if fields.keys() != {"type", "text"} or fields["type"] != "text" or not isinstance(text, str):
+        rule = 'a part {"type": "text", "text": ...} or {"type": "image"}'
+        raise RequestError(f"{where} must be {rule} (got {show(part)})")
+    check_utf8(f"{where}.text", text)
+    return {"type": "text", "text": text}
 
 
 def _calls(given: object, where: str) -> list[dict[str, Any]]:

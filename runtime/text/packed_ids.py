@@ -9,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-ID_BYTES = array("i").itemsize
+ID_BYTES = array("q").itemsize
 _last: list[tuple[tuple[int, ...], bytes]] = [((), b"")]
 """One entry, replaced as a whole, so that threads need no lock."""
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Tokens, 32 bits each.
+    """Tokens, 64 bits each: the ids of tokens of images need more than 32.
 
     Raises:
         OverflowError: one has more bits.
@@ -23,7 +23,7 @@ def packed(tokens: Sequence[int]) -> bytes:
     last, found = _last[0]
     if last is tokens:
         return found
-    found = array("i", tokens).tobytes()
+    found = array("q", tokens).tobytes()
     if isinstance(tokens, tuple):  # a list may have changed although it is the same
         remember(tokens, found)
     return found

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from thor_dflash.core.errors import RequestError
 from thor_dflash.runtime.text.packed_ids import packed, remember
 from thor_dflash.runtime.text.tokenizer import Tokenizer
+from thor_dflash.runtime.vision.encoder_cache import EncoderCache
+from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 Boundary = Literal["system", "user", "prompt"]
 """The end of the system turn, of the last user's turn, or of the prompt."""
@@ -32,6 +36,25 @@ class EncodedPrompt:
     text: str
     boundaries: tuple[tuple[int, Boundary], ...] = ()
     """Tokens up to each boundary."""
+    images: PromptImages | None = None
+    """The images in it, if there are any."""
+
+    def with_images(self, encoder: EncoderCache, pictures: Sequence[Picture]) -> EncodedPrompt:
+        """The prompt with the tokens of these pictures in the place of their marks.
+
+        Raises:
+            RequestError: as EncoderCache.insert.
+        """
+        images = encoder.insert(self.ids, pictures)
+        if images is None:
+            return self
+        mark, shown = encoder.vision.image_token, iter(pictures)
+        longer = [(at, next(shown).grid.tokens - 1) for at, t in enumerate(self.ids) if t == mark]
+        boundaries: tuple[tuple[int, Boundary], ...] = tuple(
+            (end + sum(more for at, more in longer if at < end), kind)
+            for end, kind in self.boundaries
+        )
+        return EncodedPrompt(images.prompt, self.text, boundaries, images)
 
 
 def written_answer(prompt: str, whole: str) -> str:

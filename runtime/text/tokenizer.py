@@ -83,6 +83,10 @@ class Tokenizer:
             for token in self._tokenizer.get_added_tokens_decoder().values()
         )
 
+    def spelling(self, token: int) -> str:
+        """The text that becomes this added token; empty for an unused id."""
+        return self._tokenizer.id_to_token(token) or ""
+
     @property
     def options(self) -> frozenset[str]:
         """Variables of the chat template that a request may set."""
@@ -172,8 +176,10 @@ class Tokenizer:
         thinking: bool,
         tools: Sequence[object] = (),
         options: Mapping[str, object] = NOTHING,
+        pictures: int = 0,
     ) -> str:
-        """The prompt of a chat, up to where the assistant's answer begins.
+        """The prompt of a chat that shows so many pictures, up to where the assistant's answer
+        begins.
 
         Raises:
             RequestError: `messages` is not a chat, or the template refuses it, or `options` has a
@@ -187,7 +193,7 @@ class Tokenizer:
                     f"(got {show(name)})"
                 )
         every = {"enable_thinking": thinking, **options}
-        return self._template.render(chat(messages), tools=tools, options=every)
+        return self._template.render(chat(messages, pictures), tools=tools, options=every)
 
     def bytes_of(self, token: int) -> bytes:
         """Bytes that one token adds to the text; none for a special token or an unused id."""

@@ -113,7 +113,7 @@ def encode(request: messages.Request, options: Options) -> EncodedRequest:
         # Fields with default values are left out, but these three are required. They are first: a
         # busy server reads no more of a long request.
         head = {"v": messages.VERSION, "op": request.op, "id": id}
-        table = head | msgspec.to_builtins(filled)
+        table = head | msgspec.to_builtins(filled, builtin_types=(bytes,))
         body = options.codec.encode(table)
     except (UnicodeEncodeError, OverflowError, TypeError):
         for known in structs.fields(filled):

@@ -142,6 +142,7 @@ class Gateway:
         key = auth.api_key(request.headers.get("authorization", ""))
         return openai_api.Caller(
             session=request.headers.get("x-session-id", ""),
+            image_dir=self._config.image_dir,
             scope=hashlib.blake2b(key, key=self._salt, digest_size=16).hexdigest() if key else None,
         )
 

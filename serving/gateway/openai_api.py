@@ -15,7 +15,9 @@ from msgspec import Meta, Struct
 
 from thor_dflash.core.errors import Code, PlanError, RequestError
 from thor_dflash.core.message_text import cut, nearest, show, visible
+from thor_dflash.core.strict_records import as_list
 from thor_dflash.runtime.text.messages import chat
+from thor_dflash.serving.gateway.image_urls import image_of
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request, refusal
@@ -60,18 +62,12 @@ NAME = 64
 SUPPORTED: Mapping[str, str] = {
     "thinking": "on, off or auto",
     "messages.role": "system, developer, user, assistant or tool",
-    "messages.content.type": "text or refusal",
+    "messages.content.type": "text, refusal or image_url",
     "response_format.type": "text, json_object or json_schema",
     "reasoning_effort": "none, minimal, low, medium, high, xhigh or max",
     "tool_choice": "none, auto, required, a function or allowed_tools",
 }
 """What a field must be, as error text, where its type alone does not say it."""
-
-
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A text of a message."""
-
-    text: str
 
 
 class RefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -80,12 +76,27 @@ class RefusalPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ty
     refusal: str
 
 
+class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an image is, and how finely it is to be seen."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImageUrlPart(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"
+):
+    """An image in a user's message."""
+
+    image_url: ImageUrl
+
+
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a chat. `name` is accepted because clients send it, and ignored: chat templates
     have no place for it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[wire.TextPart | RefusalPart | ImageUrlPart] | None = None
     """May be left out by an assistant only."""
     name: str | None = None
     reasoning_content: str | None = None
@@ -115,7 +126,7 @@ class Prediction(Struct, frozen=True, forbid_unknown_fields=True):
     """A text that the answer may repeat."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | list[wire.TextPart]
 
     @property
     def text(self) -> str:
@@ -184,6 +195,8 @@ class Caller:
     """Its header X-Session-ID."""
     scope: str | None = None
     """Only requests of the same scope share the state of earlier turns."""
+    image_dir: str = ""
+    """Below which image URLs may name files; "": none may."""
 
 
 NOBODY = Caller()
@@ -273,8 +286,10 @@ def plan_request(request: ChatRequest, caller: Caller = NOBODY) -> wire.PlanRequ
             "stream_options must be left out without stream: true (got include_usage)",
             "stream_options",
         )
+    turns, images = _shown(_turns(request.messages), request.messages, caller.image_dir)
     fields: dict[str, Any] = {
-        "messages": _turns(request.messages),
+        "messages": turns,
+        "images": images,
         "stream": "text" if request.stream else False,
         "max_tokens": next(iter(limits), None),
         "thinking_budget": request.thinking_budget,
@@ -371,7 +386,7 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     given = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
         # Here too, as indices in an error of the server would be those after the next step.
-        checked = chat(given)
+        checked = chat(given, sum(_images(message) for message in messages))
     except RequestError as e:
         raise bad_request(refusal(e), str(e).partition(" must ")[0]) from e
     turns: list[dict[str, Any]] = []
@@ -383,15 +398,62 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return turns
 
 
+def _shown(
+    turns: list[dict[str, Any]], messages: list[ChatMessage], image_dir: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the turns with the ids of the images that they show, and these images."""
+    images: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, ImageUrlPart):
+                continue
+            where = f"messages[{i}].content[{j}].image_url"
+            if message.role != "user":
+                rule = f"left out of a message of role {message.role}"
+                raise bad_request(f"{where} must be {rule} (got one)", where)
+            given = part.image_url
+            image = image_of(given.url, given.detail, image_dir, where)
+            images.append({"id": f"image{len(images)}", **image})
+    ids = iter(image["id"] for image in images)
+    for piece in (piece for turn in turns for piece in as_list(turn["content"]) or ()):
+        shown = cast("dict[str, str]", piece)
+        if shown["type"] == "image":
+            shown["image"] = next(ids)
+    return turns, images or None
+
+
+def _images(message: ChatMessage) -> int:
+    parts = message.content if isinstance(message.content, list) else ()
+    return sum(isinstance(part, ImageUrlPart) for part in parts)
+
+
+def _parts(
+    content: list[wire.TextPart | RefusalPart | ImageUrlPart],
+) -> str | list[dict[str, str]]:
+    """One text, or texts and images in their order."""
+    parts = [
+        {"type": "image"}
+        if isinstance(part, ImageUrlPart)
+        else {
+            "type": "text",
+            "text": part.text if isinstance(part, wire.TextPart) else part.refusal,
+        }
+        for part in content
+    ]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
 def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = message.content
+    content: Any = message.content
     if content is None:
         if message.role != "assistant":
             name = f"{where}.content"
             raise bad_request(f"{name} must be present (got nothing)", name)
         content = ""
     if not isinstance(content, str):
-        content = "".join(p.text if isinstance(p, TextPart) else p.refusal for p in content)
+        content = _parts(content)
     turn = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from thor_dflash.runtime.text.tool_calls import Tool
@@ -16,6 +16,7 @@ from thor_dflash.serving.protocol.replies import ReuseCounts
 if TYPE_CHECKING:
     from thor_dflash.runtime.decoding.block import Sampling
     from thor_dflash.runtime.session.admission import Admitted
+    from thor_dflash.runtime.vision.picture import Picture
 
 StopReason = Literal["cancelled", "preempted", "deadline"]
 
@@ -37,6 +38,8 @@ class Prepared:
     """Reads the answer."""
     tools: tuple[Tool, ...] = ()
     """Those that the answer may call."""
+    pictures: Mapping[str, Picture] = field(default_factory=dict[str, "Picture"])
+    """The request's images by their ids."""
     admitted: Admitted | None
     """The request as the session has admitted it; None without a session."""
     grammar_ms: float

@@ -57,7 +57,12 @@ def words(text: str) -> list[str]:
 
 def _tokens(request: messages.PlanRequest | messages.Validate) -> int:
     turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
-    return sum((turn or "").count(" ") + 1 for turn in turns)
+    texts = [
+        part.text if isinstance(part, messages.TextPart) else ""
+        for turn in turns
+        for part in ((messages.TextPart(turn or ""),) if not isinstance(turn, tuple) else turn)
+    ]
+    return sum(text.count(" ") + 1 for text in texts)
 
 
 def _spec(tokens: int) -> Speculation:

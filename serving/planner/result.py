@@ -32,6 +32,7 @@ class Decoded:
     calls: ToolCallParser | None = None
     """None: none could be made."""
     reuse: ReuseReport | None = None
+    images: tuple[messages.ImageResult, ...] | None = None
 
 
 def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
@@ -65,6 +66,7 @@ def result(prepared: Prepared, decoded: Decoded) -> messages.Result:
         thinking_closed=decoded.closed,
         thinking_budget=prepared.budget,
         usage=decoded.usage,
+        images=decoded.images,
         timings=decoded.timings,
         spec=decoded.spec,
         metadata=ask.metadata,

@@ -27,6 +27,7 @@ from thor_dflash.runtime.session.turn_cache import Conversation
 from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
+from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.planner import self_test, startup_checks
 from thor_dflash.serving.planner.answer_rule import FEATURES as PLAN_FORMATS
 from thor_dflash.serving.planner.answer_rule import AnswerRule, rule_of
@@ -34,6 +35,7 @@ from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
+from thor_dflash.serving.planner.request_images import read_pictures
 from thor_dflash.serving.planner.result import Decoded
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.planner.tool_request import tool_use
@@ -61,6 +63,7 @@ FEATURES = (
 )
 
 NO_PROMPT = EncodedPrompt((), "")
+NO_PICTURES: Mapping[str, Picture] = {}
 
 T = TypeVar("T")
 
@@ -95,6 +98,8 @@ class SessionBackend:
             )
         session.prefixes.budget = config.prefix_mb << 20
         session.answers.each = config.recent_answers
+        if session.encoder is not None:
+            session.encoder.budget = config.image_mb << 20
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
         self._encoder = PromptEncoder(session.tokenizer)
@@ -145,6 +150,7 @@ class SessionBackend:
                 *(("persist",) if self._store else ()),
                 *(("tools",) if self.tokenizer.takes_tools else ()),
                 *(("forced",) if self.config.allow_forced else ()),
+                *(("images",) if m.vision else ()),
             ),
         )
 
@@ -189,7 +195,8 @@ class SessionBackend:
         max_tokens = ask.max_tokens or self.config.max_tokens
         rule, use = rule_of(ask), tool_use(ask, self.config.tools)
         grammar = self._grammar_of(use, rule)
-        encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope)
+        pictures = read_pictures(ask, self.session.encoder, self.tokenizer, self.config)
+        encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope, pictures)
         prompt = encoded.ids
         closing = self._close_len(prompt, budget)
         self._check_prefix(prompt, ask.prefix_id)
@@ -215,6 +222,7 @@ class SessionBackend:
             budget=thinking if closing else NO_BUDGET,
             relaxed=RelaxedConfig() if ask.accept_mode == "relaxed_thinking" else None,
             sampling=validation.sampling_of(ask),
+            images=encoded.images,
         )
         if ask.forced_answer is not None:
             request = self._forcing(request, ask, encoded, thinking=budget > 0)
@@ -231,6 +239,7 @@ class SessionBackend:
             thinks=closing > 0,
             format=rule.format,
             tools=use.tools if use and use.choice != "none" else (),
+            pictures=pictures,
             admitted=admitted,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
             min_ms=self._rates.min_ms(
@@ -259,8 +268,11 @@ class SessionBackend:
         if not thinking:
             answer.pop("reasoning_content", None)  # the prompt has closed the thinking
         _, variables = self._effort(ask)
+        shown = len(validation.image_ids(ask))
         try:
-            whole = self.tokenizer.render([*turns, answer], thinking, ask.tools or (), variables)
+            whole = self.tokenizer.render(
+                [*turns, answer], thinking, ask.tools or (), variables, shown
+            )
             written = written_answer(encoded.text, whole)
         except RequestError as e:
             text = errors.refusal(e).replace(f"messages[{len(turns)}]", "forced_answer")
@@ -273,6 +285,7 @@ class SessionBackend:
             drafter=self.session.drafter,
             conversation=request.conversation,
             forced=ForcedAnswer(ids, ask.forced_accept),
+            images=request.images,
         )
 
     def _grammar_of(self, use: ToolUse | None, rule: AnswerRule) -> Grammar | None:
@@ -333,7 +346,12 @@ class SessionBackend:
             raise PlanError("schema_unsupported", errors.refusal(e), field=field) from e
 
     def _thinking_prompt(
-        self, ask: wire.PlanRequest, left_ms: float | None, max_tokens: int, scope: str
+        self,
+        ask: wire.PlanRequest,
+        left_ms: float | None,
+        max_tokens: int,
+        scope: str,
+        pictures: Mapping[str, Picture] = NO_PICTURES,
     ) -> tuple[EncodedPrompt, int]:
         """Return the prompt and the most thinking tokens: 0 with thinking `auto` if the deadline
         leaves no time to think.
@@ -341,7 +359,8 @@ class SessionBackend:
         messages = validation.messages_of(ask.prompt, ask.messages)
         tier, variables = self._effort(ask)
         budget = validation.budget_of(ask, self.config, tier)
-        shape: Any = {"tools": ask.tools or (), "options": variables}
+        shown = [pictures[name] for name in validation.image_ids(ask)]
+        shape: Any = {"tools": ask.tools or (), "options": variables, "pictures": shown}
         prompt = self._prompt(messages, thinking=budget > 0, **shape)
         if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
@@ -383,13 +402,20 @@ class SessionBackend:
         field: str = "prompt",
         tools: Sequence[object] = (),
         options: Mapping[str, object] = NOTHING,
+        pictures: Sequence[Picture] = (),
     ) -> EncodedPrompt:
         try:
-            text = self.tokenizer.render(messages, thinking, tools, options)
+            text = self.tokenizer.render(messages, thinking, tools, options, len(pictures))
         except RequestError as e:
             named = next((n for n in ("tools", "chat_template_kwargs") if str(e).startswith(n)), "")
             raise PlanError("bad_request", errors.refusal(e), field=named or "messages") from e
-        return self._encode(text, field)
+        encoded = self._encode(text, field)
+        if not pictures or self.session.encoder is None:
+            return encoded
+        try:
+            return encoded.with_images(self.session.encoder, pictures)
+        except RequestError as e:
+            raise bad_request(errors.refusal(e), "images") from e
 
     def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:
         limit = self.session.model.limit
@@ -430,8 +456,9 @@ class SessionBackend:
 
     def _ended(self, prepared: Prepared, decoded: Decoded) -> None:
         called = decoded.finish in ("stop", "forced") and decoded.calls and decoded.calls.calls
-        wanted = self.config.idle_prefill and self.session.model.reuse and called
-        self._answered = (prepared, decoded) if wanted else None
+        # The next request of an agent may show other images.
+        wanted = self.config.idle_prefill and self.session.model.reuse and not prepared.pictures
+        self._answered = (prepared, decoded) if wanted and called else None
 
     def validate(self, request: wire.Validate) -> dict[str, Any]:
         out: dict[str, Any] = {"max_context": self.session.model.limit}

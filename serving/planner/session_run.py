@@ -67,6 +67,8 @@ class SessionRun:
             time.sleep(self._yield_s)  # measured as part of the step: deadlines must allow for it
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
+        if chunk.encoded:
+            return ()
         if chunk.prompt_done:
             self._rates.step(ms, chunk.prompt_rows)
             return self._writer.prefill(chunk.prompt_done)
@@ -119,9 +121,33 @@ class SessionRun:
             closed=report.close if report else "",
             calls=self._answer.calls,
             reuse=report.reuse if report else None,
+            images=self._images(),
         )
         self._ended(self._prepared, decoded)
         return outcome.result(self._prepared, decoded)
+
+    def _images(self) -> tuple[messages.ImageResult, ...] | None:
+        admitted = self._prepared.admitted
+        images = admitted.images if admitted else None
+        if images is None:
+            return None
+        spent = {images.pictures[n].digest: ms for n, ms in images.encode_ms.items()}
+        found: list[messages.ImageResult] = []
+        for name, picture in self._prepared.pictures.items():
+            height, width, _ = picture.pixels.shape
+            ms = spent.get(picture.digest, 0.0)
+            found.append(
+                messages.ImageResult(
+                    id=name,
+                    sha256=picture.digest.hex(),
+                    width=width,
+                    height=height,
+                    tokens=picture.grid.tokens,
+                    encode_ms=ms,
+                    cached=not ms,
+                )
+            )
+        return tuple(found)
 
     def _report(self) -> RequestReport | None:
         # Before the first step, the session's report is still that of the previous request.

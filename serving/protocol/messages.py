@@ -36,6 +36,44 @@ Status = Literal["ok", "partial", "error"]
 State = Literal["loading", "warming", "ready", "busy", "degraded", "draining", "failed"]
 
 
+ImageFormat = Literal["jpeg", "png", "rgb8", "bgr8", "mono8"]
+
+
+class TextPart(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text", gc=False
+):
+    """A text of a message that also shows images."""
+
+    text: str
+
+
+class ImagePart(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image", gc=False
+):
+    """An image of a message."""
+
+    image: Id
+    """The `id` of one of the request's `images`."""
+
+
+class ImageInput(
+    Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, gc=False
+):
+    """An image of a request."""
+
+    id: Id
+    format: ImageFormat
+    data: bytes
+    """The file, or the rows of pixels; in JSON as base64."""
+    width: Count = 0
+    """Of raw pixels; so are the next two."""
+    height: Count = 0
+    step: Count = 0
+    """Bytes of a row; 0: rows follow each other."""
+    max_pixels: Count = 0
+    """Most pixels after resizing; 0: the server's limit."""
+
+
 class Message(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, gc=False
 ):
@@ -44,7 +82,8 @@ class Message(
     """
 
     role: Role
-    content: str
+    content: str | tuple[TextPart | ImagePart, ...]
+    """Parts only where the request has images, in messages of users and tools."""
     reasoning_content: str | None = None
     tool_calls: tuple[dict[str, Any], ...] | None = None
     """Of an assistant: OpenAI's objects, with the arguments as an object or its JSON text."""
@@ -84,6 +123,8 @@ class PlanRequest(_Request, frozen=True):
     op: str = "plan"
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
+    images: tuple[ImageInput, ...] = ()
+    """What parts of the messages show."""
     prefix_id: Id | None = None
     json_schema: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -227,6 +268,23 @@ class ReuseResult(Struct, frozen=True, kw_only=True):
     """Host time of copying states, ms."""
 
 
+class ImageResult(Struct, frozen=True, kw_only=True):
+    """An image as the model saw it."""
+
+    id: str
+    sha256: str
+    """Of the size and the pixels after resizing."""
+    width: int
+    """After resizing."""
+    height: int
+    tokens: int
+    """Of the prompt."""
+    encode_ms: float = 0.0
+    """Time of the vision tower."""
+    cached: bool = False
+    """The tower did not run: its rows were kept, or no row was read at all."""
+
+
 class Chunk(Struct, frozen=True, kw_only=True):
     """A piece of a streamed plan, before its result."""
 
@@ -277,6 +335,8 @@ class Result(Struct, frozen=True, kw_only=True):
     thinking_budget: int = 0
     """Most thinking tokens, as the request, its effort, the server or the context limited them."""
     usage: Usage = Usage()
+    images: tuple[ImageResult, ...] | None = None
+    """Those of the request, in its order; None if it had none."""
     reuse: ReuseResult | None = None
     timings: Timings | None = None
     spec: Speculation | None = None

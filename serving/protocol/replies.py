@@ -59,6 +59,9 @@ class ServerLimits(Struct, frozen=True, kw_only=True):
     max_schema: int
     max_metadata: int
     max_depth: int
+    max_images: int
+    max_image_bytes: int
+    max_image_pixels: int
     prefill_chunk: int | None
     cancel_bound_ms: float | None
 

@@ -13,6 +13,7 @@ from thor_dflash.config.decode import COLDEST, SamplingConfig
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
+from thor_dflash.runtime.text.messages import SEEING
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_fields, check_plain
 from thor_dflash.serving.protocol.errors import bad_request
@@ -50,9 +51,47 @@ def check(request: wire.PlanRequest) -> None:
         rule = "be left out where chat_template_kwargs has one"
         raise bad_request(f"reasoning_effort must {rule} (got {effort})", "reasoning_effort")
     check_answer(request)
+    check_images(request)
     if request.tools and request.plan_format != "json_steps":
         text = f"plan_format must be json_steps where there are tools (got {request.plan_format})"
         raise bad_request(text, "plan_format")
+
+
+def check_images(request: wire.PlanRequest) -> None:
+    """Refuse images that no message shows, and parts that show none.
+
+    Raises:
+        PlanError: naming the field.
+    """
+    ids = [image.id for image in request.images]
+    if twice := next((name for name in ids if ids.count(name) > 1), None):
+        raise bad_request(f"images must have ids of their own (got {show(twice)} twice)", "images")
+    seen = set[str]()
+    for i, message in enumerate(request.messages or ()):
+        if isinstance(message.content, str):
+            continue
+        if message.role not in SEEING:
+            rule = f"a text in a message of role {message.role}"
+            raise bad_request(f"messages[{i}].content must be {rule} (got parts)", "messages")
+        shown = {part.image for part in message.content if isinstance(part, wire.ImagePart)}
+        if unknown := sorted(shown - set(ids)):
+            text = f"messages[{i}].content must name an image of images (got {show(unknown[0])})"
+            raise bad_request(text, "messages")
+        seen |= shown
+    if unused := [name for name in ids if name not in seen]:
+        rule = "shown by a part of a message"
+        raise bad_request(f"images must each be {rule} (got {show(unused[0])} unused)", "images")
+
+
+def image_ids(request: wire.PlanRequest) -> list[str]:
+    """Return the images that the messages show, in their order."""
+    return [
+        part.image
+        for message in request.messages or ()
+        if not isinstance(message.content, str)
+        for part in message.content
+        if isinstance(part, wire.ImagePart)
+    ]
 
 
 def check_answer(request: wire.PlanRequest | wire.Validate) -> None:
@@ -234,4 +273,11 @@ def turn_of(message: wire.Message) -> dict[str, Any]:
     fields = structs.asdict(message)
     if message.tool_calls is not None:
         fields["tool_calls"] = list(message.tool_calls)
+    if not isinstance(message.content, str):
+        fields["content"] = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, wire.TextPart)
+            else {"type": "image"}
+            for part in message.content
+        ]
     return {key: value for key, value in fields.items() if value is not None}

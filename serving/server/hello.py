@@ -6,6 +6,7 @@ from typing import Any
 
 import thor_dflash
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.bounds import MOST_IMAGE_BYTES
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import codec, messages, validation
@@ -27,6 +28,9 @@ def server_description(config: ServeConfig, backend: Backend | None) -> dict[str
             "max_schema": MAX_BYTES,
             "max_metadata": validation.METADATA_BYTES,
             "max_depth": codec.DEPTH,
+            "max_images": config.max_images,
+            "max_image_bytes": MOST_IMAGE_BYTES,
+            "max_image_pixels": config.image_pixels,
             "prefill_chunk": None if model is None else model.prefill_chunk,
             "cancel_bound_ms": None if backend is None else backend.rates.bound_ms(),
         },

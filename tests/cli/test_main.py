@@ -72,6 +72,7 @@ class Request:
 class Chunk:
     tokens: tuple[int, ...]
     finish: str = ""
+    encoded: bool = False
 
 
 SPECULATION = Speculation(cycles=3, accept_len=2.5)

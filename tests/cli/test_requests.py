@@ -34,7 +34,7 @@ def request_of(
     text = SimpleNamespace(
         marks=None,
         options=frozenset(reads),
-        render=lambda messages, thinking, options: (
+        render=lambda messages, thinking, options, pictures: (
             "ft"[thinking] + "".join(map(str, options.values()))
         ),
         encode=lambda text: [ord(character) for character in text],
@@ -109,7 +109,7 @@ def test_a_long_text_is_refused_by_the_least_it_can_be_and_not_if_that_fits() ->
     text = SimpleNamespace(
         marks=None,
         options=frozenset(),
-        render=lambda messages, thinking, options: "x" * 900,
+        render=lambda messages, thinking, options, pictures: "x" * 900,
         least=lambda text: least,
         encode=lambda text: [1] * (limit - 1),
     )

@@ -66,7 +66,7 @@ _FOLD = frozenset("state states accepted record_k record_d record_decay".split()
 EARLY = {
     "gdn_rows": _FOLD | {"tail", "record_qkv"},
     "gdn_prefill": _FOLD,
-    "attend_split": frozenset("length cache_k cache_v next_cache_k next_cache_v".split()),
+    "attend_split": frozenset("length shift at cache_k cache_v next_cache_k next_cache_v".split()),
     "draft_attention": frozenset("length window first ring_k ring_v".split()),
 }
 """Kernel -> ports that no earlier kernel of the same graph writes. The kernel may read them before

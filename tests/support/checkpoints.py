@@ -42,6 +42,22 @@ KEYS = """
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerGeometry:
+    """Sizes of a vision tower, and how its images are resized."""
+
+    depth: int = 2
+    hidden: int = 144
+    heads: int = 2
+    intermediate: int = 112
+    positions: int = 7
+    shortest: int = 4096
+    longest: int = 65536
+
+
+IMAGE_TOKENS = {"image": 241, "vision_start": 240, "vision_end": 242, "video": 243}
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetGeometry:
     """Sizes and packaging of a target checkpoint. Every interval-th layer is attention."""
 
@@ -66,7 +82,9 @@ class TargetGeometry:
     mix: str = "mlp.=modelopt lm_head=modelopt self_attn.=fp8"
     prefix: str = "model."
     wrapper: bool = False
-    """config.json is the multimodal model's, and there are vision and MTP tensors."""
+    """config.json is the multimodal model's, and there is an MTP tensor."""
+    tower: TowerGeometry | None = None
+    """A vision tower, in a file of its own; needs `wrapper`."""
     flat_rope: bool = False
     """config.json has no rope_parameters, but their keys at the top level, and no layer_types."""
     shards: int = 1
@@ -92,6 +110,9 @@ GEOMETRIES: dict[str, TargetGeometry] = {
     ),
     "sharded": TargetGeometry(layers=8, heads=6, value_heads=4, shards=3),
     "nested": TargetGeometry(heads=2, prefix=PREFIXES[1], key_dim=64, value_dim=64),
+    "seeing": TargetGeometry(
+        tower=TowerGeometry(), wrapper=True, prefix=PREFIXES[0], kv_heads=2, value_heads=4
+    ),
     "heads27b": TargetGeometry(
         heads=6, head_dim=256, rotary=64, key_heads=1, value_heads=3, key_dim=128, value_dim=128
     ),
@@ -251,7 +272,6 @@ def _target_tensors(g: TargetGeometry, seed: int, dialect: Dialect) -> dict[str,
         out |= {prefix + part: t for part, t in _encode(name, w, _how(name, dialect, g.mix))}
     if g.wrapper:
         bf16 = DTYPES["BF16"]
-        out["model.visual.patch_embed.proj.weight"] = draws.rng.normal(size=(8, 3, 2)).astype(bf16)
         out["mtp.fc.weight"] = draws.rng.normal(size=(g.hidden, 2 * g.hidden)).astype(bf16)
     return out
 
@@ -267,16 +287,82 @@ def target_config(g: TargetGeometry) -> dict[str, object]:
     text = _named(g)
     text |= {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False}
     text |= {"attn_output_gate": True, "full_attention_interval": g.interval, "dtype": "bfloat16"}
-    rope = {"rope_theta": g.rope_theta, "partial_rotary_factor": g.rotary / g.head_dim}
+    rope: dict[str, object] = {
+        "rope_theta": g.rope_theta,
+        "partial_rotary_factor": g.rotary / g.head_dim,
+    }
     if g.flat_rope:
         text |= rope
     else:
         text |= {"layer_types": list(g.kinds), "output_gate_type": "swish"}
-        text["rope_parameters"] = {"rope_type": "default", "mrope_interleaved": True, **rope}
+        pairs = g.rotary // 2
+        sections = [pairs - pairs // 3 * 2, pairs // 3, pairs // 3]
+        every = rope | ({"mrope_section": sections} if g.tower else {})
+        text["rope_parameters"] = {"rope_type": "default", "mrope_interleaved": True, **every}
     if not g.wrapper:
         return {"architectures": ["Qwen3_5ForCausalLM"], **text}
     outer = {"model_type": "qwen3_5", "tie_word_embeddings": g.tied, "text_config": text}
-    return {"architectures": ["Qwen3_5ForConditionalGeneration"], **outer, "vision_config": {}}
+    if g.tower is not None:
+        outer |= {f"{name}_token_id": token for name, token in IMAGE_TOKENS.items()}
+        outer["vision_config"] = _vision_config(g, g.tower)
+    return {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, **outer}
+
+
+def _vision_config(g: TargetGeometry, t: TowerGeometry) -> dict[str, object]:
+    return {
+        "model_type": "qwen3_5",
+        "depth": t.depth,
+        "hidden_size": t.hidden,
+        "num_heads": t.heads,
+        "intermediate_size": t.intermediate,
+        "num_position_embeddings": t.positions**2,
+        "out_hidden_size": g.hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "deepstack_visual_indexes": [],
+    }
+
+
+def write_tower(
+    directory: Path, g: TargetGeometry, t: TowerGeometry, seed: int, dtype: str = "BF16"
+) -> None:
+    """Adds a vision tower to a target's directory, and its preprocessor_config.json."""
+    draws = _Draws(seed)
+    draws.around("patch_embed.proj.weight", 0, t.hidden, 3, 2, 16, 16, spread=1536**-0.5)
+    draws.around("patch_embed.proj.bias", 0, t.hidden)
+    draws.around("pos_embed.weight", 0, t.positions**2, t.hidden, spread=0.5)
+    linears = {"merger.linear_fc1": (4 * t.hidden, 4 * t.hidden)}
+    linears["merger.linear_fc2"] = g.hidden, 4 * t.hidden
+    for i in range(t.depth):
+        block = f"blocks.{i}"
+        linears |= {f"{block}.attn.qkv": (3 * t.hidden, t.hidden)}
+        linears |= {f"{block}.attn.proj": (t.hidden, t.hidden)}
+        linears |= {f"{block}.mlp.linear_fc1": (t.intermediate, t.hidden)}
+        linears |= {f"{block}.mlp.linear_fc2": (t.hidden, t.intermediate)}
+        for norm in (f"{block}.norm1", f"{block}.norm2"):
+            draws.around(f"{norm}.weight", 1, t.hidden)
+            draws.around(f"{norm}.bias", 0, t.hidden)
+    draws.around("merger.norm.weight", 1, t.hidden)
+    draws.around("merger.norm.bias", 0, t.hidden)
+    for name, (rows, columns) in linears.items():
+        draws.linear(name, rows, columns, size=2)
+        draws.around(f"{name}.bias", 0, rows)
+    tensors = {f"{name}.weight": w for name, w in draws.linears.items()} | draws.tensors
+    stored = {f"model.visual.{name}": w.astype(DTYPES[dtype]) for name, w in tensors.items()}
+    write_safetensors(directory / "model_visual.safetensors", stored)
+    size = {"shortest_edge": t.shortest, "longest_edge": t.longest}
+    processor = {
+        "size": size,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def write_target(
@@ -285,6 +371,9 @@ def write_target(
     """Writes a target checkpoint and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, target_config(geometry))
+    if geometry.tower is not None:
+        dtype = dialect.upper() if dialect in ("bf16", "f32", "f16") else "BF16"
+        write_tower(directory, geometry, geometry.tower, seed, dtype)
     tensors = _target_tensors(geometry, seed, dialect)
     if geometry.shards == 1:
         write_safetensors(directory / "model.safetensors", tensors)

@@ -31,6 +31,10 @@ NEAR = {
     "standard": Near(apart=0.01),
     "accept": Near(),
     "sample": Near(),
+    "layer_norm": Near(apart=0.005),
+    "image_attention": Near(apart=0.55),
+    "image_positions": Near(apart=0.005),
+    "image_embed": Near(),
 }
 """By operator. Products round once, so few of their results are not the nearest; most of those are
 sums that cancel. Attention also rounds its weights."""

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from stand_ins.emulated_driver import EmulatedCuda, emulate
 from support.checkpoints import (
+    PREFIXES,
     DrafterGeometry,
     TargetGeometry,
+    TowerGeometry,
     read_config,
     write_drafter,
     write_target,
@@ -68,10 +70,18 @@ def built(root: Path, engine: str, name: str = "") -> Path:
     return out
 
 
-def packages(root: Path, drafter: DrafterGeometry = DRAFTER) -> Path:
+SEEING = replace(
+    TARGET, tower=TowerGeometry(depth=1, longest=36864), wrapper=True, prefix=PREFIXES[0]
+)
+"""With a vision tower, for images of up to 144 patches."""
+
+
+def packages(
+    root: Path, drafter: DrafterGeometry = DRAFTER, target: TargetGeometry = TARGET
+) -> Path:
     """Write the checkpoints and build their packages for both engines, in `root`."""
-    write_target(root / "target", TARGET, 3, "mixed")
-    write_drafter(root / "drafter", TARGET, drafter, 4, "modelopt")
+    write_target(root / "target", target, 3, "mixed")
+    write_drafter(root / "drafter", target, drafter, 4, "modelopt")
     built(root, "ort")
     built(root, "cuda")
     return root

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -24,6 +25,12 @@ from support.op_cases import (
     weight_case,
 )
 from support.verify_attention_cases import alone, between_numbers, strongest_last
+from support.vision_cases import (
+    biased_cases,
+    image_attention_kernel_cases,
+    layer_norm_kernel_cases,
+    turned_cases,
+)
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import LINEAR, OPS
@@ -128,6 +135,7 @@ def _number(x: int) -> Array:
 
 # ---- linear, head --------------------------------------------------------------------------------
 def _linear(rng: Rng) -> Iterator[OpCase]:
+    yield from (OpCase(*case) for case in biased_cases(rng, 70, BF16))
     k, n = 640, 200
     for t in (1, 5, 16, 31, 32, 33, 70):
         x = {"x": _bf16(rng, t, k), "norm_weight": _bf16(rng, k)}
@@ -287,6 +295,13 @@ def _verify(rng: Rng) -> Iterator[OpCase]:
         yield _other_numbers(rng, rows)
 
 
+def _turned(rng: Rng) -> Iterator[OpCase]:
+    """One launch of a block, two of them, and a prompt's launches."""
+    for rows in (16, 20, 40):
+        case = _verify_case(rng, rows, 120, 4, 2, FP8, 256)
+        yield from (OpCase(*one) for one in turned_cases(rng, case))
+
+
 def _other_numbers(rng: Rng, rows: int) -> OpCase:
     """Another norm, another rotation; rows of zeros, and rows as small as the root of eps."""
     case = _verify_case(rng, rows, 120, 4, 2, FP8, 256)
@@ -442,7 +457,7 @@ def _sample(rng: Rng) -> Iterator[OpCase]:
 _CASES = {
     "linear": _linear,
     "head": _head,
-    "verify_attention": _verify,
+    "verify_attention": lambda rng: chain(_verify(rng), _turned(rng)),
     "draft_attention": _draft,
     "draft_conv": lambda rng: (OpCase(*case) for case in conv_kernel_cases(rng)),
     "selector": lambda rng: (OpCase(*case) for case in selector_kernel_cases(rng)),
@@ -450,4 +465,8 @@ _CASES = {
     "gdn": _gdn,
     "accept": _accept,
     "sample": _sample,
+    "layer_norm": lambda rng: (OpCase(*case) for case in layer_norm_kernel_cases(rng)),
+    "image_attention": lambda rng: (OpCase(*case) for case in image_attention_kernel_cases(rng)),
+    "image_positions": lambda rng: iter(()),
+    "image_embed": lambda rng: iter(()),
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from support import vision_cases as vision
 from support.dflash2_cases import conv_cases, selector_cases
 from support.drafted_rows import drafted_rows, equal_laws
 
@@ -370,6 +371,7 @@ def linear_cases(rng: np.random.Generator) -> Iterator[OpCase]:
         mixed |= weight_case(rng, kind, n - 16 * (i % 2), k, i)
     yield OpCase("mixed_segments", mixed, {"segments": 4, "norm_offset": 1.0})
     yield from _fused_cases(rng, n, k, norm)
+    yield from (OpCase(*case) for case in vision.biased_cases(rng, 40, DType.F32))
 
 
 def _fused_cases(rng: np.random.Generator, n: int, k: int, norm: Array) -> Iterator[OpCase]:
@@ -491,12 +493,8 @@ def _verify_case(
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape).astype(np.float32)
 
-    x: dict[str, Array] = {
-        "q": normal(rows, heads * dim),
-        "k": normal(rows, kv * dim),
-        "v": normal(rows, kv * dim),
-    }
-    x = {name: value.astype(dtype.numpy) for name, value in x.items()} | {
+    sizes = {"q": heads, "k": kv, "v": kv}
+    x = {name: normal(rows, n * dim).astype(dtype.numpy) for name, n in sizes.items()} | {
         "q_norm": normal(dim) * 0.3,
         "k_norm": normal(dim) * 0.3,
         "length": np.array([length], np.int32),
@@ -524,6 +522,9 @@ def verify_cases(rng: np.random.Generator) -> Iterator[OpCase]:
     yield _verify_case(rng, 16, 31, DType.BF16, {}, DType.BF16)
     yield _verify_case(rng, 16, 31, DType.FP8, {}, DType.BF16)
     yield _verify_case(rng, 16, CAPACITY - 16, DType.F32, {})
+    for rows in (16, 48):
+        case = _verify_case(rng, rows, 40, DType.F32, {})
+        yield from (OpCase(*one) for one in vision.turned_cases(rng, case))
 
 
 LENGTHS = (0, 1, 8, 23, 24, 25, 47, 48, 49, 200, 200_000)
@@ -585,15 +586,14 @@ def draft_cases(rng: np.random.Generator) -> Iterator[OpCase]:
 
 
 CASES: Mapping[str, Callable[[np.random.Generator], Iterator[OpCase]]] = {
-    "linear": linear_cases,
-    "gdn": gdn_cases,
-    "verify_attention": verify_cases,
-    "draft_attention": draft_cases,
-    "draft_conv": lambda rng: (OpCase(*case) for case in conv_cases(rng)),
-    "context_kv": context_kv_cases,
-    "head": head_cases,
-    "selector": lambda rng: (OpCase(*case) for case in selector_cases(rng)),
-    "accept": accept_cases,
-    "sample": sample_cases,
-}
+    "linear": linear_cases, "gdn": gdn_cases, "verify_attention": verify_cases,
+    "draft_attention": draft_cases, "context_kv": context_kv_cases, "head": head_cases,
+    "accept": accept_cases, "sample": sample_cases,
+    **{
+        name: lambda rng, make=make: (OpCase(*case) for case in make(rng))
+        for name, make in {
+            "draft_conv": conv_cases, "selector": selector_cases, **vision.CASES
+        }.items()
+    },
+}  # fmt: skip
 """Operator -> its cases."""

@@ -39,6 +39,7 @@ def _weights(kind: str, widths: tuple[int, ...], k: int) -> dict[str, Shaped]:
 
 
 def _linear_sites() -> Iterator[Full]:
+    yield from _tower_linear_sites()
     h, inner = 5120, 17408
     for kind, counts in (("nvfp4", ROWS), ("float8_e4m3fn", (16,)), ("bfloat16", (512,))):
         for t in counts:
@@ -193,6 +194,49 @@ def _sample_sites() -> Iterator[Full]:
     )
 
 
+def _tower_linear_sites() -> Iterator[Full]:
+    """Products of the vision tower, over an image of 5120 patches."""
+    wide, narrow = 1152, 4304
+    for name, n, k, epilogue in (
+        ("qkv", 3 * wide, wide, "none"),
+        ("proj", wide, wide, "residual"),
+        ("fc1", narrow, wide, "gelu_tanh"),
+        ("fc2", wide, narrow, "residual"),
+    ):
+        x = {"x": Shaped(BF16, (5120, k)), "bias0": Shaped(F32, (n,))}
+        x |= _weights("bfloat16", (n,), k)
+        if epilogue == "residual":
+            x["residual"] = Shaped(BF16, (5120, n))
+        yield f"tower_{name}", {"epilogue": epilogue}, x
+    x = {"x": Shaped(BF16, (1280, 4 * wide)), "bias0": Shaped(F32, (4 * wide,))}
+    x |= _weights("bfloat16", (4 * wide,), 4 * wide)
+    yield "tower_merger", {"epilogue": "gelu_erf"}, x
+
+
+def _layer_norm_sites() -> Iterator[Full]:
+    x = {"x": Shaped(BF16, (5120, 1152)), "weight": Shaped(BF16, (1152,))}
+    x["bias"] = Shaped(F32, (1152,))
+    for fold in (1, 4):
+        yield f"fold_{fold}", {"rows": 5120, "columns": 1152, "fold": fold}, x
+
+
+def _image_attention_sites() -> Iterator[Full]:
+    for patches in (1280, 5120):
+        x = {"qkv": Shaped(BF16, (patches, 3 * 1152)), "count": Shaped(I32, (1,))}
+        x |= {axis: Shaped(I32, (patches,)) for axis in ("row", "column")}
+        yield f"{patches}_patches", {"heads": 16, "head_dim": 72}, x
+
+
+def _image_positions_sites() -> Iterator[Full]:
+    x = {"table": Shaped(BF16, (2304, 1152)), "taps": Shaped(I32, (5120, 4))}
+    yield "5120_patches", {}, x | {"weights": Shaped(F32, (5120, 4))}
+
+
+def _image_embed_sites() -> Iterator[Full]:
+    x = {"x": Shaped(BF16, (512, 5120)), "ids": Shaped(I32, (512,))}
+    yield "512_tokens", {}, x | {"image": Shaped(BF16, (512, 5120))}
+
+
 _SITES = {
     "linear": _linear_sites,
     "head": _head_sites,
@@ -204,4 +248,8 @@ _SITES = {
     "gdn": _gdn_sites,
     "accept": _accept_sites,
     "sample": _sample_sites,
+    "layer_norm": _layer_norm_sites,
+    "image_attention": _image_attention_sites,
+    "image_positions": _image_positions_sites,
+    "image_embed": _image_embed_sites,
 }

@@ -82,7 +82,7 @@ def build(sub: argparse.ArgumentParser) -> None:
          "plainly")  # fmt: skip
     _add(sub, "--out PKG", "directory of the package to write", required=True)
     _add(sub, "--force", "replace a package that is already at --out")
-    _settings(sub, "build.engine")
+    _settings(sub, "build.engine", "build.vision")
 
 
 def quantize(sub: argparse.ArgumentParser) -> None:
@@ -132,6 +132,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _add(source, "--prompt TEXT", f"message of the user; {SOURCES}")
     _add(source, *MESSAGES)
     _add(source, "--tokens FILE.json", "the prompt as a JSON list of token ids")
+    _image(sub, "--prompt")
     _add(sub, "--schema FILE.json", "JSON schema that the answer after the thinking must obey")
     _add(sub, "--draft TEXT", DRAFT, action="append")
     _settings(
@@ -286,6 +287,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", metavar="TEXT", help=f"what the robot shall do; {SOURCES}"
     )
     _add(source, *MESSAGES)
+    _image(sub, "TEXT")
     _server(sub)
     rule = sub.add_mutually_exclusive_group()
     _add(rule, "--schema FILE.json", "JSON schema that the plan must obey")
@@ -313,6 +315,11 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--prefix-id NAME", "name of a pinned prefix that the chat begins with: its system "
          "message")  # fmt: skip
     _add(sub, "--json", "print the result as one JSON object")
+
+
+def _image(sub: argparse.ArgumentParser, text: str) -> None:
+    _add(sub, "--image FILE", f"a .jpg or .png that {text} is about; may be given several times",
+         action="append", default=[])  # fmt: skip
 
 
 def status(sub: argparse.ArgumentParser) -> None:

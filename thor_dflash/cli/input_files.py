@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from thor_dflash.core.bounds import IMAGE_MAGIC, MOST_IMAGE_BYTES
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
 from thor_dflash.runtime.text.messages import chat
 
+FileFormat = Literal["jpeg", "png"]
 STDIN = 0
 """The descriptor of standard input."""
 
@@ -48,6 +51,35 @@ def read_prompt(what: str, text: str) -> str:
         raise RequestError(f"{what} must be a text (got {show(text)})")
     check_utf8(what, text)
     return text
+
+
+def read_images(
+    paths: Sequence[str], text: str | None, option: str
+) -> list[tuple[FileFormat, bytes]]:
+    """Format and bytes of image files that go with a text.
+
+    Raises:
+        RequestError: there is no text, or a file is no JPEG or PNG that can be read.
+    """
+    if paths and text is None:
+        raise RequestError(f"--image must go with {option} (got none)")
+    found: list[tuple[FileFormat, bytes]] = []
+    for path in paths:
+        try:
+            with Path(path).open("rb") as file:
+                data = file.read(MOST_IMAGE_BYTES + 1)
+        except OSError as e:
+            raise RequestError(f"--image {path} must be a readable file (got: {e.strerror})") from e
+        if len(data) > MOST_IMAGE_BYTES:
+            rule = f"at most {MOST_IMAGE_BYTES} bytes"
+            raise RequestError(f"--image {path} must be {rule} (got more)")
+        kinds: list[FileFormat] = [
+            kind for kind, magic in IMAGE_MAGIC.items() if data.startswith(magic)
+        ]
+        if not kinds:
+            raise RequestError(f"--image {path} must be a JPEG or PNG (got another file)")
+        found.append((kinds[0], data))
+    return found
 
 
 def read_schema(path: Path) -> dict[str, Any]:

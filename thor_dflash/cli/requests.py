@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli import input_files
-from thor_dflash.cli.input_files import in_vocabulary, read_chat, read_schema, read_tokens
+from thor_dflash.cli.input_files import (
+    FileFormat,
+    in_vocabulary,
+    read_chat,
+    read_schema,
+    read_tokens,
+)
 from thor_dflash.cli.option_checks import given_keys
 from thor_dflash.config.decode import TEMPLATE_EFFORTS, DecodeConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
+from thor_dflash.core.model_dims import PATCH
 from thor_dflash.core.progress import Progress
 
 if TYPE_CHECKING:
+    from thor_dflash.package.manifest import Manifest
     from thor_dflash.runtime.session import Request, Session
     from thor_dflash.runtime.session.admission import PackageText
     from thor_dflash.runtime.text.tokenizer import Tokenizer
+    from thor_dflash.runtime.vision.picture import Picture
 
 PLACES = 5
 """Most places of a schema that notes name; a schema of no bounds has hundreds."""
@@ -28,12 +37,15 @@ PLACES = 5
 class PromptOptions:
     """A chat to render, or token ids as they are."""
 
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     tokens: tuple[int, ...] | None
     schema: dict[str, Any] | None = None
     """JSON schema of the answer after the thinking."""
     drafts: tuple[str, ...] = ()
     """Texts that the answer after the thinking may repeat."""
+    images: list[tuple[FileFormat, bytes]] = field(default_factory=list[tuple[FileFormat, bytes]])
+    """Format and bytes of each image that the messages show."""
+    _pictures: list[Picture] = field(default_factory=list["Picture"])
     _prompt: tuple[int, ...] | None = None
 
     def prompt(self, package: PackageText, decode: DecodeConfig) -> tuple[int, ...]:
@@ -44,11 +56,13 @@ class PromptOptions:
         """
         if self._prompt is None:
             found = (
-                _render(self.messages, package, decode)
+                _render(self.messages, package, decode, len(self.images))
                 if self.tokens is None
                 else in_vocabulary(self.tokens, package.manifest.target.vocab)
             )
-            package.check_length(len(found), decode.max_tokens)
+            self._pictures = _pictures(self.images, package.manifest)
+            more = sum(picture.grid.tokens - 1 for picture in self._pictures)
+            package.check_length(len(found) + more, decode.max_tokens)
             self._prompt = found
         return self._prompt
 
@@ -59,7 +73,11 @@ class PromptOptions:
             RequestError: the package cannot answer it, or the schema cannot be compiled.
         """
         prompt = self.prompt(session.package_text, config.decode)
+        images = session.images(prompt, self._pictures) if self._pictures else None
+        if images is not None:
+            prompt = images.prompt
         request = _request(prompt, session, config)
+        request = replace(request, images=images) if images else request
         if self.drafts:
             request = replace(request, drafts=_encoded(self.drafts, session))
         if self.schema is None:
@@ -90,7 +108,8 @@ def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
     drafts = tuple(input_files.read_prompt("--draft", text) for text in args.draft or ())
     if drafts and config.drafter not in ("auto", "lookup"):
         raise ConfigError(f"--draft must go with --drafter auto or lookup (got {config.drafter})")
-    return PromptOptions(_messages(args), tokens, schema, drafts)
+    images = input_files.read_images(getattr(args, "image", ()), args.prompt, "--prompt")
+    return PromptOptions(_messages(args, len(images)), tokens, schema, drafts, images)
 
 
 def _encoded(texts: tuple[str, ...], session: Session) -> tuple[tuple[int, ...], ...]:
@@ -166,20 +185,36 @@ def _value(config: DecodeConfig, section: str, name: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _messages(args: Namespace) -> list[dict[str, str]] | None:
-    """The chat of the command line; None if token ids are given."""
+def _pictures(images: list[tuple[FileFormat, bytes]], manifest: Manifest) -> list[Picture]:
+    """Decode and resize images for a package."""
+    if not images:
+        return []
+    from thor_dflash.runtime.vision.decoder import read_picture
+
+    if (vision := manifest.vision) is None:
+        raise RequestError("--image must go with a package that has a vision tower (got none)")
+    most = max(manifest.image_patches) * PATCH**2
+    return [read_picture(data, kind, vision, most, where="--image") for kind, data in images]
+
+
+def _messages(args: Namespace, images: int) -> list[dict[str, Any]] | None:
+    """The chat of the command line, its images after its text; None if token ids are given."""
     if args.prompt is not None:
-        return [{"role": "user", "content": input_files.read_prompt("--prompt", args.prompt)}]
+        text = input_files.read_prompt("--prompt", args.prompt)
+        parts = [{"type": "text", "text": text}, *[{"type": "image"}] * images]
+        return [{"role": "user", "content": parts if images else text}]
     return read_chat(args.messages) if args.messages else None
 
 
-def _render(messages: object, package: PackageText, decode: DecodeConfig) -> tuple[int, ...]:
+def _render(
+    messages: object, package: PackageText, decode: DecodeConfig, images: int
+) -> tuple[int, ...]:
     if package.tokenizer is None:
         raise RequestError(
             "the prompt must be given as --tokens (got a package without a tokenizer)"
         )
     options, limit = _options(decode, package.tokenizer), package.limit
-    text = package.tokenizer.render(messages, _thinks(decode), options=options)
+    text = package.tokenizer.render(messages, _thinks(decode), options=options, pictures=images)
     # Do not encode a long text, which may take minutes, if its lower bound is already too long.
     if len(text) > limit and (least := package.tokenizer.least(text)) > limit:
         raise RequestError(

@@ -92,6 +92,13 @@ class BuildConfig:
     """JSON file with the ids that the drafter may propose, ascending, for cuda and tensorrt an even
     number of them; its head then reads only those rows. "": all ids. Source: EAGLE-3's reduced
     draft vocabulary."""
+    vision: Literal["auto", "on", "off"] = "auto"
+    """Whether the package reads images: auto if the checkpoint holds a vision tower, which then
+    must be whole and have its preprocessor_config.json ([images](../guide/images.md))."""
+    image_patches: tuple[Positive, ...] = ()
+    """Sizes of the vision graph, patches of 16 x 16 pixels; an image takes the smallest that holds
+    it. []: 1280 (640 x 480 and a little more) and 4096 (1024 x 1024), or the most that the model
+    resizes to if that is less."""
     name: str = ""
     """What clients call the model (`hello`, `/v1/models`), at most 100 printable characters; "": as
     the target's directory, without its path."""

@@ -20,6 +20,7 @@ from thor_dflash.core import strict_records
 
 OPTIONS: Mapping[str, tuple[str, str]] = {
     "build.engine": ("--engine", ""),
+    "build.vision": ("--vision", ""),
     "quantize.preset": ("--preset", ""),
     "quantize.classes": ("--class", "CLASS=FORMAT"),
     "quantize.method": ("--method", ""),

@@ -64,6 +64,13 @@ class ServeConfig:
     """Read an answer with tool calls while the engine is idle, so that the next turn reads only the
     results. For agents that return answers unchanged and whose tools take a while; a request that
     arrives meanwhile waits for the end of a prefill step."""
+    image_mb: Count = 256
+    """Memory for what the vision tower made of images, MiB: 80 images of 640 x 480 of the 27B."""
+    image_pixels: Positive = 1 << 20
+    """Most pixels of an image after resizing; the model's own limit and the sizes of the package's
+    vision graphs may be lower. Each 1024 pixels are a token of the prompt."""
+    max_images: Positive = 8
+    """Most images of a request."""
     watchdog_s: Annotated[float, Meta(gt=0, le=DAY_S)] = 10.0
     """A step that takes longer means a dead device: the process ends, for systemd to restart it. A
     server whose slowest prefill step takes so long does not start."""
@@ -120,6 +127,9 @@ class GatewayConfig:
     hosts: tuple[str, ...] = ()
     """Host names that clients may use for the gateway, beside those of loopback and, with API keys,
     any IP address."""
+    image_dir: str = ""
+    """Directory of images that requests may name as `file:` URLs, all below it and without links;
+    "": none may. Images are never fetched from elsewhere."""
     insecure: bool = False
     """Let other machines connect without API keys, and under any host name."""
     keys: str = ""

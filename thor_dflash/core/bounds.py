@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -11,3 +12,12 @@ LARGEST = (1 << 31) - 1
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+
+MOST_IMAGE_BYTES = 8 << 20
+"""Longest image of a request, bytes as it is sent."""
+
+IMAGE_MAGIC: Mapping[Literal["jpeg", "png"], bytes] = {
+    "jpeg": b"\xff\xd8\xff",
+    "png": b"\x89PNG\r\n\x1a\n",
+}
+"""Format of an image file -> its first bytes."""

@@ -117,6 +117,54 @@ class DrafterDims:
     selector: SelectorDims | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerDims:
+    """A vision tower: a transformer over the patches of one image, then a merger of 2 x 2."""
+
+    depth: Positive
+    hidden: Positive
+    heads: Positive
+    intermediate: Positive
+    positions: Positive
+    """Rows and columns of the square table of learned positions."""
+    eps: float = 1e-6
+    rope_theta: float = 1e4
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        return self.hidden // self.heads
+
+
+PATCH = 16
+"""Pixels of a patch's side."""
+FRAMES = 2
+"""Frames of a patch; a still image is repeated."""
+PATCH_COLUMNS = 3 * FRAMES * PATCH * PATCH
+"""Numbers of a patch: channel, frame, row, column."""
+MERGE = 2
+"""Patches of a token's side."""
+MERGED = MERGE * MERGE
+"""Patches of a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionDims:
+    """How a model reads images."""
+
+    tower: TowerDims
+    mrope: tuple[Count, Count]
+    """Pairs of columns of a text attention's head that turn by height, and by width."""
+    image_token: Count
+    """The id that stands for one token of an image in a prompt."""
+    reserved: tuple[Count, ...]
+    """Ids that only the template may write: image_token, those around it, that of video."""
+    shortest: Positive
+    """Least pixels of a resized image."""
+    longest: Positive
+    """Most pixels of a resized image."""
+
+
 MIN_CONVERSATION = 2
 """Tokens of the shortest prompt and its answer. A context needs one more block, kept free."""
 

@@ -25,7 +25,7 @@ from thor_dflash.core import strict_records
 from thor_dflash.core.bounds import Count, Positive
 from thor_dflash.core.errors import PackageError
 from thor_dflash.core.message_text import show
-from thor_dflash.core.model_dims import DrafterDims, TargetDims
+from thor_dflash.core.model_dims import DrafterDims, TargetDims, VisionDims
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.shortages import shortage
 
@@ -45,6 +45,8 @@ UNEXPECTED = "that no build wrote"
 """How the text of anything unexpected ends."""
 CHUNKED = "observe_chunk"
 """The only step whose graph does not depend on the block width."""
+ENCODE = "encode"
+"""The step of the vision tower, with one graph per size of `image_patches`."""
 CHUNK_STEPS = ("prefill", CHUNKED)
 """Steps with one graph per prefill step size."""
 Size = Annotated[int, Meta(ge=0)]
@@ -141,6 +143,9 @@ class Manifest:
     """Tensors of the checkpoints that no graph uses."""
     target: TargetDims
     drafter: DrafterDims | None = None
+    vision: VisionDims | None = None
+    image_patches: tuple[Positive, ...] = ()
+    """Sizes of the vision graph, patches, ascending."""
     card: ModelCard = field(default_factory=ModelCard)
     kv_scales: KvScales = field(default_factory=KvScales)
     quantisation: Mapping[str, Mapping[str, TensorTotals]]
@@ -179,6 +184,11 @@ class Manifest:
 def graph_name(step: str, block: int = 0, chunk: int = 0) -> str:
     """The file name, without extension, of a step's graph; 0: the package's own block or chunk."""
     return step + (f".{block}" if block else "") + (f".chunk{chunk}" if chunk else "")
+
+
+def encoder_name(patches: int) -> str:
+    """The file name, without extension, of the vision graph for images of up to `patches`."""
+    return f"{ENCODE}.{patches}"
 
 
 def render(manifest: Manifest) -> str:

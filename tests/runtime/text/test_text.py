@@ -182,7 +182,9 @@ def test_template_failures(
             [{"role": "developer", "content": "x"}],
             r"\.role must be one of system, user, .*developer",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"\.content must be a string"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"\.content\[0\] must be a part"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], r"\.content must be a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"must show 0 images"),
         ([{"role": "user", "content": "x", "name": "y"}], r'tool_call_id .got "name"'),
     ],
 )

@@ -73,7 +73,7 @@ def fault(**fields: Any) -> str | None:
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"max_token": 5}, "max_token"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "messages[0].content[0].type",
         ),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),

@@ -97,11 +97,14 @@ def _read(chunks: Iterator[TokenChunk], length: int, progress: Progress) -> Iter
     reports, unless one step reads all of it.
     """
     chunk, done = next(chunks), 0
+    while chunk.encoded:
+        chunk = next(chunks)
     if not chunk.tokens and 0 < chunk.prompt_done < length - 1:
         with progress.task("reading the prompt", length, "tokens") as task:
             while not chunk.tokens and not chunk.finish:
-                task.advance(chunk.prompt_done - done)
-                done = chunk.prompt_done
+                if not chunk.encoded:
+                    task.advance(chunk.prompt_done - done)
+                    done = chunk.prompt_done
                 chunk = next(chunks)
     yield chunk
     yield from chunks

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from thor_dflash.cli import exit_status, plan_server
 from thor_dflash.cli.commands.generate import Printer
-from thor_dflash.cli.input_files import read_chat, read_prompt, read_schema
+from thor_dflash.cli.input_files import read_chat, read_images, read_prompt, read_schema
 from thor_dflash.cli.skill_file import read_skills
 from thor_dflash.config.tree import Config
 from thor_dflash.core.message_text import visible
@@ -69,11 +69,24 @@ def _request(args: Namespace) -> PlanRequest:
         given["messages"] = read_chat(args.messages)
     if args.draft:
         given["drafts"] = tuple(read_prompt("--draft", text) for text in args.draft)
+    images = read_images(args.image, args.prompt, "TEXT")
     if args.prompt is not None:
-        given["prompt"] = read_prompt("TEXT", args.prompt)
+        given |= _asked(read_prompt("TEXT", args.prompt), images)
     request = codec.convert(given, PlanRequest)
     validation.check(request)
     return request
+
+
+def _asked(text: str, images: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
+    """The fields of a text, and of the images that it is about, which come after it."""
+    if not images:
+        return {"prompt": text}
+    named = {f"image{i}": image for i, image in enumerate(images)}
+    parts = [{"type": "text", "text": text}, *({"type": "image", "image": n} for n in named)]
+    return {
+        "messages": [{"role": "user", "content": parts}],
+        "images": [{"id": n, "format": kind, "data": data} for n, (kind, data) in named.items()],
+    }
 
 
 class _Display:

@@ -1,0 +1,90 @@
+"""Runs the vision tower once per image, and keeps its rows for later prompts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.model_dims import PATCH, VisionDims
+from thor_dflash.core.tensors import Array
+from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.prompt_images import ImageNumbers, PromptImages, place_images
+
+BUDGET = 256 << 20
+"""Default memory for rows, bytes: 80 images of 640 x 480 of the 27B."""
+
+
+@dataclass(slots=True)
+class EncoderTotals:
+    """Counts since the session was opened."""
+
+    images: int = 0
+    """Images that prompts needed rows of."""
+    hits: int = 0
+    """Of them, those whose rows were kept."""
+    encode_ms: float = 0.0
+
+
+class EncoderCache:
+    """The images of one session. `insert` is thread-safe, `read` is for the decoding thread."""
+
+    def __init__(self, vision: VisionDims, sizes: Sequence[int], budget: int = BUDGET) -> None:
+        self.vision = vision
+        self.most_pixels = max(sizes) * PATCH**2
+        """Most pixels of a resized image, for which there is a graph."""
+        self.budget = budget
+        """Memory for rows, bytes."""
+        self.totals = EncoderTotals()
+        self._numbers = ImageNumbers()
+        self._rows: OrderedDict[bytes, Array] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def insert(self, ids: Sequence[int], pictures: Sequence[Picture]) -> PromptImages | None:
+        """A prompt, in which the template's marks of images are replaced by their tokens; None for
+        a prompt without images.
+
+        Raises:
+            RequestError: there are other numbers of marks and images, or the prompt ends with one.
+        """
+        token = self.vision.image_token
+        if (found := list(ids).count(token)) != len(pictures):
+            raise RequestError(
+                f"images must be as many as the prompt has <|image_pad|>, {found} "
+                f"(got {len(pictures)})"
+            )
+        if not pictures:
+            return None
+        if ids[-1] == token:
+            raise RequestError("a prompt must end with a text (got an image)")
+        rest, prompt = iter(pictures), list[int]()
+        for each in ids:
+            prompt += self._numbers.ids(next(rest)) if each == token else (each,)
+        return place_images(prompt, pictures, self._numbers)
+
+    def read(self, images: PromptImages, number: int, run: Callable[[Picture], Array]) -> None:
+        """Put the rows of one image into `images.encoded`: those kept, or what `run` makes."""
+        picture, began = images.pictures[number], time.perf_counter()
+        with self._lock:
+            rows = self._rows.get(picture.digest)
+            if kept := rows is not None:
+                self._rows.move_to_end(picture.digest)
+        if rows is None:
+            rows = run(picture)
+            self._keep(picture.digest, rows)
+        spent = 1e3 * (time.perf_counter() - began)
+        images.encoded[number], images.encode_ms[number] = rows, 0.0 if kept else spent
+        self.totals.images += 1
+        self.totals.hits += kept
+        self.totals.encode_ms += images.encode_ms[number]
+
+    def _keep(self, digest: bytes, rows: Array) -> None:
+        with self._lock:
+            self._rows[digest] = rows
+            self._bytes += rows.nbytes
+            while self._bytes > self.budget:
+                self._bytes -= self._rows.popitem(last=False)[1].nbytes

@@ -1,0 +1,145 @@
+"""Bytes to pictures: what is shown, and hostile files, each refused with one error."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.seeing_model import frame
+
+from thor_dflash.core.errors import RequestError
+from thor_dflash.core.model_dims import TowerDims, VisionDims
+from thor_dflash.runtime.vision.decoder import RawSize, read_picture
+from thor_dflash.runtime.vision.picture import Picture, resized
+
+VISION = VisionDims(
+    tower=TowerDims(depth=1, hidden=144, heads=2, intermediate=64, positions=48),
+    mrope=(11, 10),
+    image_token=3,
+    reserved=(3,),
+    shortest=65536,
+    longest=16777216,
+)
+MOST = 1 << 20
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **more)
+    return out.getvalue()
+
+
+def read(data: bytes, kind: Any = "png") -> Picture:
+    return read_picture(data, kind, VISION, MOST)
+
+
+@pytest.mark.parametrize(
+    ("sent", "want"),
+    [
+        ((224, 224), (256, 256)),
+        ((64, 64), (256, 256)),
+        ((424, 240), (416, 256)),
+        ((640, 480), (640, 480)),
+        ((848, 480), (832, 480)),
+        ((1280, 720), (1280, 704)),
+        ((1280, 800), (1280, 800)),
+        ((1920, 1080), (1920, 1088)),
+        ((3840, 2160), (3840, 2176)),
+    ],
+)
+def test_sizes_of_cameras(sent: tuple[int, int], want: tuple[int, int]) -> None:
+    """Source: transformers' processor."""
+    assert resized(*sent, VISION.shortest, VISION.longest) == want
+
+
+def test_a_limit_of_pixels_shrinks_a_frame() -> None:
+    assert resized(1920, 1080, VISION.shortest, MOST) == (1344, 768)
+
+
+def test_a_png_is_the_picture_that_its_pixels_are() -> None:
+    pixels = frame(1, 320, 256)
+    raw = read_picture(pixels.tobytes(), "rgb8", VISION, MOST, RawSize(width=320, height=256))
+    assert read(file_of(Image.fromarray(pixels))).digest == raw.digest
+    assert (raw.pixels == pixels).all(), "a size that fits is not resized"
+
+
+def test_what_is_transparent_is_white() -> None:
+    clear = Image.new("RGBA", (256, 256), (255, 0, 0, 0))
+    assert (read(file_of(clear)).pixels == 255).all()
+    palette = Image.new("P", (256, 256), 0)
+    assert (read(file_of(palette, transparency=0)).pixels == 255).all()
+
+
+def test_a_photo_is_turned_as_its_camera_was() -> None:
+    pixels = frame(2, 320, 256)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = read(file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95), "jpeg")
+    assert turned.pixels.shape == (320, 256, 3)
+
+
+def header_only(width: int, height: int) -> bytes:
+    """A PNG that says how large it is and then holds nothing."""
+
+    def part(kind: bytes, body: bytes) -> bytes:
+        size = struct.pack(">I", len(body))
+        return size + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    whole = part(b"IHDR", head) + part(b"IDAT", zlib.compress(b"")) + part(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + whole
+
+
+def animated() -> bytes:
+    frames = [Image.fromarray(frame(i)) for i in range(2)]
+    return file_of(frames[0], save_all=True, append_images=frames[1:])
+
+
+GOOD = file_of(Image.fromarray(frame(5)), "JPEG")
+HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
+    "too long": lambda: (b"\xff\xd8\xff" + bytes(8 << 20), "jpeg"),
+    "bomb": lambda: (file_of(Image.new("1", (12_000, 12_000))), "png"),
+    "huge by its header": lambda: (header_only(60_000, 60_000), "png"),
+    "line": lambda: (file_of(Image.new("L", (100_000, 1))), "png"),
+    "truncated": lambda: (GOOD[: len(GOOD) // 2], "jpeg"),
+    "cmyk": lambda: (file_of(Image.new("CMYK", (64, 64)), "JPEG"), "jpeg"),
+    "16 bits": lambda: (file_of(Image.fromarray(np.zeros((64, 64), np.uint16))), "png"),
+    "animated": lambda: (animated(), "png"),
+    "another type": lambda: (file_of(Image.new("RGB", (64, 64)), "GIF"), "png"),
+    "a png as jpeg": lambda: (file_of(Image.new("RGB", (64, 64))), "jpeg"),
+    "polyglot": lambda: (b"\x89PNG\r\n\x1a\n" + GOOD, "png"),
+    "scans": lambda: (GOOD[:-2] + b"\xff\xda\x00\x02" * 200 + GOOD[-2:], "jpeg"),
+    "nothing": lambda: (b"", "png"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_error(name: str) -> None:
+    data, kind = HOSTILE[name]()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="image"):
+            read(data, kind)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_a_file_with_changed_bytes_is_read_or_refused(kind: Any) -> None:
+    good, rng = file_of(Image.fromarray(frame(6)), kind.upper()), np.random.default_rng(1)
+    for _ in range(120):
+        data = bytearray(good)
+        for at in rng.integers(3, len(data), rng.integers(1, 6)):
+            data[at] = rng.integers(256)
+        try:
+            assert read(bytes(data), kind).pixels.size > 0
+        except RequestError:
+            continue
