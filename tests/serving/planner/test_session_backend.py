@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from support.constrained_model import PLAN
-from support.plan_formats import skills
+from support.plan_formats import DOMAIN, skills
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy
@@ -325,6 +325,9 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"op": "validate", "messages": [{"role": "user", "content": "x"}]},
     {"op": "validate", "json_schema": PLAN},
     {"op": "validate", "json_schema": {"type": "array"}},
+    {"op": "validate", "skills": DOMAIN, "plan_format": "pddl_plan"},
+    {"op": "validate", "skills": DOMAIN, "plan_format": "nav2_waypoints"},
+    {"op": "session.drop", "session": "x"},
     {"op": "prefix.put", "prefix_id": "arm", "system": SYSTEM},
     {"op": "prefix.list"},
     {"op": "prefix.drop", "prefix_id": "arm"},
