@@ -34,7 +34,9 @@ from thor_dflash.runtime.engines.onnxruntime_import import ort
 Floats = NDArray[np.float32]
 
 CHUNK = 256
-"""Rows of a step."""
+"""Most rows of a step."""
+ROWS_RANK = 2
+"""Rank of rows, which alone begin with the rows of a step."""
 OBSERVED = {LINEAR.type: (LINEAR, ("x", "gate", "norm_weight")),
             VERIFY_ATTENTION.type: (VERIFY_ATTENTION, ("k", "v", "k_norm"))}  # fmt: skip
 """Node type -> operator, and the inputs from which its activations follow."""
@@ -74,6 +76,10 @@ class LayerSession:
         graph = self._model.graph
         wanted = {name for _, ports in self._observed() for name in ports.values()}
         graph.output.extend([info for info in graph.value_info if info.name in wanted])
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            dims = info.type.tensor_type.shape.dim
+            if len(dims) == ROWS_RANK and dims[0].dim_value == CHUNK:
+                dims[0].dim_param = "rows"  # the last step of a document is shorter
 
     def _observed(self) -> Iterator[tuple[onnx.NodeProto, Mapping[str, str]]]:
         """Yield the observed nodes, each with port -> value."""
@@ -110,16 +116,16 @@ class LayerSession:
         state = self._empty()
         length = 0
         for part in rows:
-            feeds = state | {"x": np.pad(part, ((0, CHUNK - len(part)), (0, 0)))}
+            feeds = state | {"x": part}
             for name, value in (("length", length), ("accepted", 0), ("valid", len(part))):
                 feeds[name] = np.array([value], np.int32)
             found = self._run(feeds)
-            self._add(feeds | found, len(part), length, sums)
+            self._add(feeds | found, length, sums)
             state |= {
                 name.removeprefix(NEXT): x for name, x in found.items() if name.startswith(NEXT)
             }
             length += len(part)
-            yield finite(found[self._result][: len(part)], self._result)
+            yield finite(found[self._result], self._result)
 
     def _empty(self) -> dict[str, Array]:
         sizes = {"cache_rows": -(-self._rows // TILE) * TILE}
@@ -139,20 +145,18 @@ class LayerSession:
             raise EngineError(f"{self._name} must run in ONNX Runtime (got: {e})") from e
         return {name: np.asarray(x) for name, x in zip(names, made, strict=True)}
 
-    def _add(
-        self, values: Mapping[str, Array], count: int, length: int, sums: ActivationSums
-    ) -> None:
+    def _add(self, values: Mapping[str, Array], length: int, sums: ActivationSums) -> None:
         for node, ports in self._observed():
             op, _ = OBSERVED[node.op_type]
             x = {
-                port: self._weights[name] if name in self._weights else values[name][:count]
+                port: self._weights[name] if name in self._weights else values[name]
                 for port, name in ports.items()
             }
             a = attributes_of(op, node)
             if op is LINEAR:
                 sums.received(node.name, prologue(x, a))
             else:
-                at = length + np.arange(count)
+                at = length + np.arange(len(x["k"]))
                 keys = normed_and_turned(x["k"], x["k_norm"], at, a, self._kv_heads)
                 sums.cached("k", keys)
                 sums.cached("v", x["v"].reshape(keys.shape))
