@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.model_dims import VisionDims
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.runtime.vision.decoder import RawSize, read_picture
 from thor_dflash.runtime.vision.encoder_cache import EncoderCache
@@ -46,6 +48,22 @@ def read_pictures(
         except ConfigError as e:  # the decoder is not installed
             raise bad_request(str(e), "images") from e
     return found
+
+
+def with_pictures(
+    prompt: EncodedPrompt, encoder: EncoderCache | None, pictures: Sequence[Picture]
+) -> EncodedPrompt:
+    """Return the prompt with the tokens of its images.
+
+    Raises:
+        PlanError: bad_request, the template shows another number of images.
+    """
+    if not pictures or encoder is None:
+        return prompt
+    try:
+        return prompt.with_images(encoder, pictures)
+    except RequestError as e:
+        raise bad_request(errors.refusal(e), "images") from e
 
 
 def _check_marks(ask: wire.PlanRequest, vision: VisionDims, tokenizer: Tokenizer) -> None:

@@ -35,7 +35,7 @@ from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
-from thor_dflash.serving.planner.request_images import read_pictures
+from thor_dflash.serving.planner.request_images import read_pictures, with_pictures
 from thor_dflash.serving.planner.result import Decoded
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.planner.tool_request import tool_use
@@ -409,13 +409,7 @@ class SessionBackend:
         except RequestError as e:
             named = next((n for n in ("tools", "chat_template_kwargs") if str(e).startswith(n)), "")
             raise PlanError("bad_request", errors.refusal(e), field=named or "messages") from e
-        encoded = self._encode(text, field)
-        if not pictures or self.session.encoder is None:
-            return encoded
-        try:
-            return encoded.with_images(self.session.encoder, pictures)
-        except RequestError as e:
-            raise bad_request(errors.refusal(e), "images") from e
+        return with_pictures(self._encode(text, field), self.session.encoder, pictures)
 
     def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:
         limit = self.session.model.limit
