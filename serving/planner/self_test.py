@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session.turn_cache import Conversation
 from thor_dflash.serving.planner import startup_checks
 from thor_dflash.serving.planner.latency_model import LatencyModel
 
@@ -36,8 +37,8 @@ def prompt_of(session: Session) -> tuple[int, ...]:
 def run(
     session: Session, prompt: tuple[int, ...], model: Callable[[], LatencyModel], idle_s: float
 ) -> tuple[LatencyModel, str]:
-    """Decode the prompt plainly, twice with the drafter, and under a schema. Return the latency
-    model with the measured cycles, and the SHA-256 of the tokens.
+    """Decode the prompt plainly, from lookup drafts, twice with the drafter, and under a schema.
+    Return the latency model with the cycles of the drafter, and the SHA-256 of the tokens.
 
     Args:
         model: Makes a latency model without cycles.
@@ -49,13 +50,16 @@ def run(
     stop = frozenset(session.manifest.stop_tokens)
     count = min(TOKENS, session.model.limit - len(prompt))
     drafted = Request(prompt=prompt, max_tokens=count, drafter=session.drafter)
-    plain = _decode(session, replace(drafted, drafter="none"), rates := model(), idle_s)
-    for _ in range(2):
-        if _decode(session, drafted, rates := model(), idle_s) != plain:
+    named = Conversation(session="self-test")  # the plain answer is kept, to be looked up
+    first = replace(drafted, drafter="none", conversation=named)
+    plain = _decode(session, first, rates := model(), idle_s)
+    for request in (replace(first, drafter="auto"), drafted, drafted):
+        if _decode(session, request, rates := model(), idle_s) != plain:
             raise ModelFault(
                 "the self-test must decode the same tokens with and without the drafter "
                 "(got others): the package or the machine is damaged"
             )
+    session.answers.drop(named.key)
     if stop:
         # The first grammar masks of a process take a hundred times as long as later ones.
         grammar = session.grammar(SCHEMA)
