@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from thor_dflash.calib.planbench.again import CHANGES, again
@@ -86,10 +87,10 @@ def proposers(
 ) -> Iterator[tuple[str, Proposer]]:
     """What is compared."""
     yield "drafter", DflashDrafter()
-    yield "lookup", DraftChooser(NoDrafter(), prompt, texts)
-    yield "both", DraftChooser(DflashDrafter(), prompt, texts)
+    yield "lookup", DraftChooser(NoDrafter(), prompt, lambda: texts)
+    yield "both", DraftChooser(DflashDrafter(), prompt, lambda: texts)
     yield "weak drafter", weak(truth, seed)
-    yield "both, weak drafter", DraftChooser(weak(truth, seed), prompt, texts)
+    yield "both, weak drafter", DraftChooser(weak(truth, seed), prompt, lambda: texts)
 
 
 def replanning(
@@ -143,7 +144,7 @@ def copying(session: Session) -> Iterator[tuple[str, script.Table]]:
     ):
         tally = ProposerTally()
         request = Request(prompt=prompt, max_tokens=len(new))
-        proposer = DraftChooser(DflashDrafter(), prompt, LookupTexts(drafts=drafts))
+        proposer = DraftChooser(DflashDrafter(), prompt, partial(LookupTexts, drafts=drafts))
         start = session.run(request, proposer, (ForcedAnswer(tuple(new), None),))
         assert [t for chunk in start for t in chunk.tokens] == new
         spec = session.report().spec

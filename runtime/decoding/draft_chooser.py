@@ -7,7 +7,7 @@ are known to the host before the block: lengths of matches, and what earlier blo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -96,6 +96,8 @@ class DraftChoice:
     worth: DraftWorth = field(default_factory=DraftWorth)
     _drafts: list[LookupDraft] = field(default_factory=list[LookupDraft])
     """Of texts, for the block under way; the best first."""
+    _forced: int = 0
+    """Forced ids that come before them."""
     _drafter: bool = False
     """Whether that block is the drafter's, in full width."""
 
@@ -106,6 +108,7 @@ class DraftChoice:
         it is the drafter's, if there is a `drafter`, which may commit up to its `full` width.
         """
         found = self.index.drafts(forced, count) if count > 0 else []
+        self._forced = len(forced)
         self._drafts = sorted(found, key=self.worth.of, reverse=True)
         best = self._drafts[0] if self._drafts else None
         if best is None or (drafter and self.worth.of(best) < self.worth.drafter):
@@ -118,18 +121,23 @@ class DraftChoice:
         """Take note of what that block committed."""
         if self._drafter:
             self.worth.drafted(len(tokens))
-        for draft in self._drafts:
-            self.worth.compared(draft, tokens)
-        self.index.commit(tokens, self._drafts[0] if self._drafts else None)
-        self._drafts, self._drafter = [], False
+        drafted = tokens[self._forced :]
+        for draft in self._drafts if drafted else ():
+            self.worth.compared(draft, drafted)
+        self.index.commit(tokens, self._drafts[0] if self._drafts else None, self._forced)
+        self._drafts, self._forced, self._drafter = [], 0, False
 
 
 class DraftChooser:
     """A proposer that takes drafts from texts or from another proposer."""
 
     def __init__(
-        self, drafter: Proposer, prompt: Sequence[int], texts: LookupTexts = NO_TEXTS
+        self,
+        drafter: Proposer,
+        prompt: Sequence[int],
+        texts: Callable[[], LookupTexts] = lambda: NO_TEXTS,
     ) -> None:
+        """`texts` is called when the request begins: the one before it may have just ended."""
         self.drafter = drafter
         self._prompt = prompt
         self._texts = texts
@@ -141,7 +149,7 @@ class DraftChooser:
     def begin(self, model: ModelRunner, rows: int) -> int:
         """See Proposer. The texts are indexed on another thread while the prompt is prefilled."""
         start = max(0, model.state.length - HELD)
-        self._index = _builders.submit(LookupIndex, self._texts, self._prompt[start:])
+        self._index = _builders.submit(LookupIndex, self._texts(), self._prompt[start:])
         self._choice, self._seen = None, 0
         return self.drafter.begin(model, rows)
 

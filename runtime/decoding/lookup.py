@@ -99,11 +99,13 @@ class LookupIndex:
             self._automaton.extend(text[at : at + PART])
             time.sleep(0)  # lets a thread that decodes take the interpreter's lock
 
-    def commit(self, tokens: Sequence[int], followed: LookupDraft | None) -> None:
-        """Append output. `followed`: the draft for these tokens whose place is kept."""
+    def commit(self, tokens: Sequence[int], followed: LookupDraft | None, forced: int = 0) -> None:
+        """Append output. `followed`: the draft, for what comes after so many `forced` ids, whose
+        place is kept.
+        """
         self._next = -1
         if followed is not None:
-            self._follow(tokens, followed)
+            self._follow(tokens[forced:], followed)
         fits = max(0, self._limit - len(self))
         self._automaton.extend(tokens[:fits])
         if fits < len(tokens):

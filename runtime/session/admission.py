@@ -264,9 +264,16 @@ class Admission:
                     f"drafts must go with drafter auto or lookup (got {request.drafter})"
                 )
             return drafter
-        return DraftChooser(drafter, request.prompt, self._texts(request))
+        drafts = self._drafts(request)
+        named = request.conversation.key if request.conversation.session else ""
 
-    def _texts(self, request: Request) -> LookupTexts:
+        def texts() -> LookupTexts:
+            return LookupTexts(session=self._answers.of(named) if named else (), drafts=drafts)
+
+        return DraftChooser(drafter, request.prompt, texts)
+
+    def _drafts(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """The texts given with a request, each behind the end of the thinking."""
         vocab = self._model.manifest.target.vocab
         for i, ids in enumerate(request.drafts):
             if wrong := [token for token in ids if not 0 <= token < vocab]:
@@ -274,11 +281,7 @@ class Admission:
         lead = request.prompt[-2:]
         if self._tokenizer is not None and self._tokenizer.marks is not None:
             lead = tuple(self._tokenizer.encode(f"{END_THINK}\n\n"))
-        session = request.conversation.key if request.conversation.session else ""
-        return LookupTexts(
-            session=self._answers.of(session) if session else (),
-            drafts=tuple((*lead, *ids) for ids in request.drafts),
-        )
+        return tuple((*lead, *ids) for ids in request.drafts)
 
     def _drafter(self, request: Request) -> Proposer:
         without = self._model.manifest.drafter is None

@@ -18,7 +18,7 @@ DayMs = Annotated[int, Meta(ge=0, le=DAY_S * 1000)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """How plans are served ([serving](../guide/serving.md), [wire protocol](protocol.md)). With
-    `--mock`, `cancel_ms`, `prefix_mb` and `yield_us` have no effect.
+    `--mock`, `cancel_ms`, `drafter`, `prefix_mb`, `recent_answers` and `yield_us` have no effect.
     """
 
     bind: tuple[str, ...] = ("tcp://127.0.0.1:5571",)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def edited(tokens: Sequence[int], every: int) -> tuple[int, ...]:
 
 def chooser(sampled: bool = False, every: int = 12, *, drafter: bool = True) -> DraftChooser:
     texts = LookupTexts(session=(edited(truth(sampled), every),))
-    return DraftChooser(DflashDrafter() if drafter else NoDrafter(), ONE.prompt, texts)
+    return DraftChooser(DflashDrafter() if drafter else NoDrafter(), ONE.prompt, lambda: texts)
 
 
 def test_it_is_the_plain_answer_and_the_drafter_misses_nothing() -> None:
@@ -105,8 +105,11 @@ def test_under_a_grammar(sampled: bool) -> None:
     asked = replace(asked, sampling=QWEN) if sampled else asked
     plain = constrained(asked, NoDrafter(), grammar, thinking=True)
     for given in (plain, [*reversed(plain)]):
-        texts = LookupTexts(session=((*asked.prompt[-4:], *given),))
-        proposer = DraftChooser(DflashDrafter(), asked.prompt, texts)
+        proposer = DraftChooser(
+            DflashDrafter(),
+            asked.prompt,
+            partial(LookupTexts, session=((*asked.prompt[-4:], *given),)),
+        )
         assert constrained(asked, proposer, grammar, thinking=True) == plain
 
 
@@ -163,5 +166,5 @@ def test_a_text_that_goes_wrong_does_not_replace_a_good_drafter() -> None:
     s, plain = session(), [*truth()]
     texts = LookupTexts(session=(edited(plain, 2), edited(plain, 3)))
     good = oracle([*plain, *[0] * 16])
-    assert answer(s, ONE, DraftChooser(good, ONE.prompt, texts)) == plain
+    assert answer(s, ONE, DraftChooser(good, ONE.prompt, lambda: texts)) == plain
     assert s.report().spec.accept_hist == (0,) * 15 + (3,)
