@@ -108,7 +108,8 @@ def replanning(
                 [*truth, *session.manifest.stop_tokens], new.prompt, texts, seed
             ):
                 tally = tallies.setdefault((name, pair.change), ProposerTally())
-                assert run(session, new, proposer, tally) == truth, f"{name} changed {pair.second}"
+                tokens = run(session, new, proposer, tally)
+                assert tokens == truth, f"{pair.second.name}: {name} changed the answer"
             bar.advance(1)
     names = dict.fromkeys(name for name, _ in tallies)
     rows: list[Sequence[object]] = [("tokens a cycle", *CHANGES, "all", "cycles")]
@@ -146,7 +147,8 @@ def copying(session: Session) -> Iterator[tuple[str, script.Table]]:
         request = Request(prompt=prompt, max_tokens=len(new))
         proposer = DraftChooser(DflashDrafter(), prompt, partial(LookupTexts, drafts=drafts))
         start = session.run(request, proposer, (ForcedAnswer(tuple(new), None),))
-        assert [t for chunk in start for t in chunk.tokens] == new
+        tokens = [t for chunk in start for t in chunk.tokens]
+        assert tokens == new, "a forced answer is committed as it is"
         spec = session.report().spec
         tally.cycles = spec.cycles
         rows.append((where, len(new), spec.cycles, round(len(new) / spec.cycles, 2)))

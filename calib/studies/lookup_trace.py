@@ -1,6 +1,6 @@
 """Lookup drafts over the answers of a recorded trace, simulated: no model, the recorded tokens.
 
-python -m thor_dflash.calib.studies.lookup_trace TRACE.jsonl --tokenizer tokenizer.json [--json]
+python -m thor_dflash.calib.studies.lookup_trace TRACE.jsonl --tokenizer DIR [--json]
 
 Every turn's prompt and answer are tokens of one frame (ChatML, the answer's thinking before its
 call). The texts are those of the runtime: the last answers of the conversation, and the prompt. A
@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from tokenizers import Tokenizer
-
 from thor_dflash.calib.replay.recorded_trace import (
     Message,
     RecordedConversation,
@@ -30,6 +28,7 @@ from thor_dflash.core.results import DraftCounts
 from thor_dflash.runtime.decoding.draft_chooser import HELD, DraftChoice
 from thor_dflash.runtime.decoding.lookup import LookupIndex, LookupTexts
 from thor_dflash.runtime.session.recent_answers import BEFORE
+from thor_dflash.runtime.text.tokenizer import Tokenizer
 
 ROWS = 16
 DRAFTERS = {"none": 0.0, "of 2.8 tokens": 0.645, "of 4.5 tokens": 0.78}
@@ -77,7 +76,7 @@ class TraceTokens:
     def of(self, text: str) -> list[int]:
         """The ids of a text."""
         if text not in self._known:
-            self._known[text] = self.tokenizer.encode(text).ids
+            self._known[text] = self.tokenizer.encode(text)
         return self._known[text]
 
     def turns(self, conversation: RecordedConversation) -> Iterator[tuple[list[int], list[int]]]:
@@ -154,12 +153,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = script.parser(__doc__, package=False)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="a directory with a tokenizer.json"
+    )
     parser.add_argument("--conversations", type=script.count, help="only the first so many")
     args = parser.parse_args(argv)
     progress = choose(sys.stderr)
     trace = read_trace(args.trace).first(args.conversations, None)
-    tokens = TraceTokens(Tokenizer.from_file(str(args.tokenizer)))
+    tokens = TraceTokens(Tokenizer.load(args.tokenizer))
     tables = measure(trace.conversations, tokens, progress)
     progress.close()
     script.show(tables, as_json=args.json)

@@ -41,6 +41,8 @@ def times(bench: CudaBench) -> dict[str, float]:
     bench.at(CONTEXT, bench.block)
     found = {name: bench.steps([name]).median for name in CYCLE}
     found["cycle"] = bench.steps(CYCLE).median
+    # Its drafts come from a text: the host has written the tokens.
+    found["lookup cycle"] = bench.steps([name for name in CYCLE if name != "propose"]).median
     present = bench.operators("propose")
     for op in (op for op in PARTS if op in present):
         found[f"propose: {op}"] = bench.steps(["propose"], operators(op)).median
