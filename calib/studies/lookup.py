@@ -98,8 +98,8 @@ def replanning(
 ) -> Iterator[tuple[str, script.Table]]:
     """Tokens a cycle by what changed, and where the drafts came from."""
     tallies: dict[tuple[str, str], ProposerTally] = {}
-    with progress.task("replanning", count, "pairs") as bar:
-        for seed, pair in enumerate(again(count)):
+    with progress.task("replanning", limit, "pairs") as bar:
+        for seed, pair in enumerate(again(limit)):
             old, new = (script.request_of(session, task) for task in (pair.first, pair.second))
             before = run(session, old, DflashDrafter(), ProposerTally())
             truth = run(session, new, DflashDrafter(), ProposerTally())
@@ -116,8 +116,8 @@ def replanning(
     sources: list[Sequence[object]] = [("proposer", "source", "blocks", "drafted", "accepted")]
     for name in names:
         parts = [tallies[name, change] for change in CHANGES]
-        tokens, cycles = sum(t.tokens for t in parts), sum(t.cycles for t in parts)
-        rows.append((name, *(round(t.length, 2) for t in parts), round(tokens / cycles, 2), cycles))
+        count, cycles = sum(t.tokens for t in parts), sum(t.cycles for t in parts)
+        rows.append((name, *(round(t.length, 2) for t in parts), round(count / cycles, 2), cycles))
         whole: dict[str, DraftCounts] = {}
         for source, counts in (pair for t in parts for pair in t.sources.items()):
             whole[source] = whole.get(source, DraftCounts()).plus(counts)
@@ -164,9 +164,12 @@ def nothing_repeated(
     with progress.task("held-out tasks", len(tasks), "tasks") as bar:
         for i, task in enumerate(tasks):
             request = script.request_of(session, task)
-            pair = [(DflashDrafter(), alone), (DraftChooser(DflashDrafter(), request.prompt), both)]
+            pair: list[tuple[Proposer, ProposerTally]] = [
+                (DflashDrafter(), alone),
+                (DraftChooser(DflashDrafter(), request.prompt), both),
+            ]
             tokens = [run(session, request, p, t) for p, t in (pair if i % 2 else pair[::-1])]
-            assert tokens[0] == tokens[1]
+            assert tokens[0] == tokens[1], f"{task.name}: lookup changed the answer"
             bar.advance(1)
     yield "no repetition", [
         ("", "drafter", "both", "ratio"),
