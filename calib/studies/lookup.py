@@ -94,7 +94,7 @@ def proposers(
 
 
 def replanning(
-    session: Session, count: int, progress: Progress
+    session: Session, limit: int, progress: Progress
 ) -> Iterator[tuple[str, script.Table]]:
     """Tokens a cycle by what changed, and where the drafts came from."""
     tallies: dict[tuple[str, str], ProposerTally] = {}
