@@ -44,7 +44,8 @@ class RecentAnswers:
 
     def keep(self, session: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep an answer, also a part of one."""
-        one = array("q", (*prompt[-BEFORE:], *answer))
+        # Tokens of an image are negative, and no output has them.
+        one = array("i", (*(token for token in prompt[-BEFORE:] if token >= 0), *answer))
         if not (self.each and answer) or len(one) > TOKENS:
             return
         with self._lock:
