@@ -125,10 +125,12 @@ def test_two_conversations_with_pictures_interleaved(s: Session) -> None:
 
 def test_text_after_images_is_as_on_a_session_that_saw_none(s: Session) -> None:
     """Nothing of an image stays behind: neither its shift nor its rows."""
-    text = request(s, prompt(90, 8))
-    want = empty(s, text)
+    text, bare = request(s, prompt(90, 8)), session("seeing")
+    want = answer(bare, text, DflashDrafter())
     answer(s, request(s, CHAT, picture(1), picture(2), picture(3)), DflashDrafter())
     assert answer(s, text, DflashDrafter()) == want
+    left, other = (one.model.state.snapshot().arrays for one in (s, bare))
+    assert all(np.array_equal(array, other[name]) for name, array in left.items())
 
 
 def test_a_cancelled_prompt_leaves_nothing_behind(s: Session) -> None:
