@@ -6,6 +6,7 @@ memory itself runs such a package like the real one, without tens of gigabytes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightFormat
 from thor_dflash.builders.checkpoint.target import target_layout
+from thor_dflash.builders.checkpoint.vision import tower_layout
 from thor_dflash.builders.lowering.packed_weights import CONSTANTS
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.core.model_dims import (
@@ -29,6 +31,8 @@ from thor_dflash.core.model_dims import (
     GdnDims,
     SelectorDims,
     TargetDims,
+    TowerDims,
+    VisionDims,
 )
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
@@ -77,6 +81,16 @@ QWEN38_27B_DFLASH2 = replace(
 )
 """Source: config.json of z-lab/Qwen3.8-27B-DFlash2."""
 
+QWEN36_27B_VISION = VisionDims(
+    tower=TowerDims(depth=27, hidden=1152, heads=16, intermediate=4304, positions=48),
+    mrope=(11, 10),
+    image_token=248056,
+    reserved=(248056, 248053, 248054, 248057),
+    shortest=65536,
+    longest=16777216,
+)
+"""Source: config.json of Qwen/Qwen3.6-27B, as published configurations quote it."""
+
 SHAPES = {
     "qwen3.6-27b": (QWEN36_27B, QWEN36_27B_DFLASH),
     "qwen3.8-27b": (QWEN36_27B, QWEN38_27B_DFLASH2),
@@ -118,6 +132,26 @@ class SyntheticCheckpoint:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class SyntheticTower:
+    """A vision tower, as SyntheticCheckpoint."""
+
+    directory: Path
+    dims: VisionDims
+    layout: ExpectedTensors
+    names: frozenset[str] = frozenset()
+
+    def matrix(self, name: str) -> Matrix:
+        """Return a linear's weight."""
+        rows, *columns = self.layout.tensors[f"{name}.weight"]
+        return Matrix(name, _all(ml_dtypes.bfloat16, (rows, math.prod(columns))))
+
+    def tensor(self, name: str) -> Array:
+        """Return any other tensor."""
+        kind = np.float32 if name.endswith(".bias") else ml_dtypes.bfloat16
+        return _all(kind, self.layout.tensors[name])
+
+
 def _all(kind: Any, shape: tuple[int, ...]) -> Array:
     return np.broadcast_to(np.ones((), kind), shape)
 
@@ -130,15 +164,19 @@ def write_synthetic(
 ) -> Manifest:
     """Write the programs, constants and manifest of a package into the directory `out`.
 
-    `blocks` as for `make_plan`; block sizes may be odd.
+    `blocks` as for `make_plan`; block sizes may be odd. A vision tower only with build.vision on.
     """
     target, drafter = SHAPES[shape]
+    vision, tower = QWEN36_27B_VISION, None
+    if config.vision == "on":
+        tower = SyntheticTower(out, vision, tower_layout(vision.tower, target.hidden))
     (out / "config.json").write_text("{}")
     plan = make_plan(
         SyntheticCheckpoint(out, target, target_layout(target)),
         SyntheticCheckpoint(out, drafter, drafter_layout(drafter)),
         config,
         blocks,
+        tower,
     )
     files: Mapping[str, manifest.FileEntry] = {}
     for program in plan.programs:
