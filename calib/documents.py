@@ -29,12 +29,22 @@ class TokenDocument:
     label: str
     """Its class; "" for none."""
     tokens: tuple[int, ...]
+    begin: int = 0
+    """First token of the last answer, if asked for: all tokens of a chat that ends with a request
+    are before it, and none of a text.
+    """
 
 
 def read_documents(
-    path: Path, tokenizer: Tokenizer | None, vocab: int, limit: int | None = None
+    path: Path,
+    tokenizer: Tokenizer | None,
+    vocab: int,
+    limit: int | None = None,
+    *,
+    answers: bool = False,
 ) -> list[TokenDocument]:
-    """Read a file of at least one document; empty lines are left out.
+    """Read a file of at least one document; empty lines are left out. `answers`: find where the
+    answer of each begins.
 
     tokenizer: of the model; None: only token ids can be read.
     vocab: number of token ids of the model.
@@ -48,14 +58,14 @@ def read_documents(
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except ValueError as e:
         raise RequestError(f"{path} must be a text in UTF-8 (got: {e})") from e
-    found = list(_documents(path, text, tokenizer, vocab))
+    found = list(_documents(path, text, tokenizer, vocab, answers=answers))
     if not found:
         raise RequestError(f"{path} must hold at least one document (got none)")
     return found
 
 
 def _documents(
-    path: Path, text: str, tokenizer: Tokenizer | None, vocab: int
+    path: Path, text: str, tokenizer: Tokenizer | None, vocab: int, *, answers: bool
 ) -> Iterator[TokenDocument]:
     # Not splitlines, which also splits at characters that JSON strings may hold.
     for number, line in enumerate(text.split("\n"), 1):
@@ -76,10 +86,11 @@ def _documents(
             raise RequestError(f"{where}: {CLASS} must be a string (got {show(label)})")
         try:
             tokens = _tokens(kinds[0], fields[kinds[0]], tokenizer)
+            begin = _answer(fields[kinds[0]], tokens, tokenizer) if answers else 0
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from e
         _check_ids(tokens, vocab, where)
-        yield TokenDocument(label, tokens)
+        yield TokenDocument(label, tokens, begin)
 
 
 def _tokens(kind: str, value: object, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -95,6 +106,21 @@ def _tokens(kind: str, value: object, tokenizer: Tokenizer | None) -> tuple[int,
     if not isinstance(value, str) or not value:
         raise RequestError(f"text must be a string, not empty (got {show(value)})")
     return tuple(tokenizer.encode(value))
+
+
+def _answer(value: object, tokens: tuple[int, ...], tokenizer: Tokenizer | None) -> int:
+    """Where the last answer of a chat begins: where its tokens part from those of the chat without
+    it.
+    """
+    chat = as_list(value) or []
+    last = as_table(chat[-1]) if chat else None
+    if last is None:
+        return 0  # a text, or token ids
+    if last.get("role") != "assistant":
+        return len(tokens)
+    before = _tokens("messages", chat[:-1], tokenizer) if len(chat) > 1 else ()
+    same = (a == b for a, b in zip(before, tokens, strict=False))
+    return next((i for i, equal in enumerate(same) if not equal), min(len(before), len(tokens)))
 
 
 def _check_ids(tokens: tuple[int, ...], vocab: int, where: str) -> None:

@@ -54,14 +54,14 @@ def load_master(model: nn.Module, folder: Path, stem: str) -> bool:
     return bool(state)
 
 
-def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
-    """Write ``model.safetensors`` in modelopt's NVFP4 format; tensors that are not quantised are
-    BF16.
+def export_weights(model: nn.Module, prefix: str, out: Path, *, quant: bool = True) -> None:
+    """Write ``model.safetensors`` in modelopt's NVFP4 format; tensors that are not quantised, and
+    all of them without `quant`, are BF16.
     """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if not is_quantised(name):
+        if not (quant and is_quantised(name)):
             tensors[prefix + name] = tensor.to(torch.bfloat16).contiguous()
             continue
         stem = prefix + name.removesuffix(".weight")
@@ -77,7 +77,7 @@ def export_weights(model: nn.Module, prefix: str, out: Path) -> None:
 
 
 def load_exported(model: nn.Module, prefix: str, folder: Path, *, partly: bool = False) -> None:
-    """Load the weights of an exported checkpoint into a model, dequantised to F32. `partly`: the
+    """Load the weights of an exported checkpoint, NVFP4 or BF16, into a model as F32. `partly`: the
     checkpoint has not all of them; the others stay.
     """
     stored = load_file(folder / "model.safetensors")
@@ -86,8 +86,8 @@ def load_exported(model: nn.Module, prefix: str, folder: Path, *, partly: bool =
         full = prefix + name
         if partly and full not in stored:
             continue
-        if is_quantised(name):
-            stem = full.removesuffix(".weight")
+        stem = full.removesuffix(".weight")
+        if f"{stem}.weight_scale" in stored:
             parts = stored[full], stored[f"{stem}.weight_scale"], stored[f"{stem}.weight_scale_2"]
             state[name] = unpack(*parts)
         else:
@@ -100,9 +100,15 @@ def is_quantised(name: str) -> bool:
     return name.endswith(".weight") and name.split(".")[-2] in LINEARS
 
 
-def write_target_config(out: Path, dims: NanoTargetDims, special: dict[str, int]) -> None:
-    """Write config.json, generation_config.json and hf_quant_config.json of the target."""
+def write_target_config(
+    out: Path, dims: NanoTargetDims, special: dict[str, int], *, quant: bool = True
+) -> None:
+    """Write config.json, generation_config.json and, with `quant`, hf_quant_config.json of the
+    target.
+    """
     config = _target_config(dims, special)
+    if not quant:
+        del config["quantization_config"]
     generation = {
         "bos_token_id": special["<|endoftext|>"],
         "do_sample": True,
@@ -114,7 +120,8 @@ def write_target_config(out: Path, dims: NanoTargetDims, special: dict[str, int]
     }
     _write(out / "config.json", config)
     _write(out / "generation_config.json", generation)
-    _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
+    if quant:
+        _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
 
 
 def _target_config(dims: NanoTargetDims, special: dict[str, int]) -> dict[str, Any]:

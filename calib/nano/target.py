@@ -304,6 +304,12 @@ class NanoTarget(nn.Module):
                 kept.append(x)
         return norm1(x, self.norm.weight, self.dims.eps), kept
 
+    def cache_as_fp8(self, rounded: bool) -> None:
+        """Choose whether K and V are rounded as by an FP8 cache."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.fp8_cache = rounded
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits over the padded vocabulary, [.., VOCAB]."""
         return F.linear(hidden, self.embed_tokens.weight)

@@ -30,7 +30,7 @@ from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-SAVE_EVERY = 500
+SAVE_EVERY = 100
 """Steps between saves of the master weights."""
 
 
@@ -60,6 +60,12 @@ class TrainingRun:
     held: int
     drafter: int
     """1: DFlash; 2: DFlash2."""
+    quant: bool
+    """Whether the target is trained through NVFP4 and an FP8 cache, and exported as NVFP4. If not,
+    it is a BF16 model, to test quantising after training.
+    """
+    start: Path | None
+    """Exported target whose weights training starts from, if there are no master weights."""
 
     @property
     def drafter_dims(self) -> NanoDrafterDims:
@@ -110,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--drafter", type=int, choices=(1, 2), default=1, help="1: DFlash; 2: DFlash2"
     )
+    parser.add_argument(
+        "--no-quant", dest="quant", action="store_false", help="train and export a BF16 target"
+    )
+    parser.add_argument("--start", type=Path, help="exported target to start from")
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
     return parser
 
@@ -136,7 +146,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train_target(run: TrainingRun) -> None:
-    """Train the target on the corpus, with quantised weights in every forward pass."""
+    """Train the target on the corpus, unless `no-quant` with quantised weights in every forward
+    pass.
+    """
     start = time.time()
     docs = corpus.documents(
         run.target_dir / "tokenizer.json", run.docs, f"t{run.begin}/", run.workers
@@ -147,7 +159,10 @@ def train_target(run: TrainingRun) -> None:
         flush=True,
     )
     model = NanoTarget(NanoTargetDims()).to(run.device)
+    model.cache_as_fp8(run.quant)
     resumed = checkpoint.load_master(model, run.work, "target")
+    if run.start is not None and not resumed:
+        checkpoint.load_exported(model, "model.", run.start)
     print(
         f"target: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
         flush=True,
@@ -157,7 +172,7 @@ def train_target(run: TrainingRun) -> None:
     entropy = _compile(run, model, mean_loss)
 
     def loss(ids: Tensor, pos: Tensor, weight: Tensor) -> Tensor:
-        hidden, _ = model(ids, packed_rows(pos), True)
+        hidden, _ = model(ids, packed_rows(pos), run.quant)
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
         return entropy(hidden[:, :-1], model.embed_tokens.weight, ids[:, 1:], seen)
 
@@ -311,6 +326,7 @@ def _optimise(
 def load_target(run: TrainingRun) -> NanoTarget:
     """Load the target with the weights of its exported checkpoint, frozen."""
     target = NanoTarget(NanoTargetDims()).to(run.device)
+    target.cache_as_fp8(run.quant)
     checkpoint.load_exported(target, "model.", run.target_dir)
     return target.requires_grad_(False)
 
@@ -326,8 +342,8 @@ def export(run: TrainingRun) -> None:
         checkpoint.load_master(target, run.work, "target")
         or not (run.target_dir / "model.safetensors").exists()
     ):
-        checkpoint.export_weights(target, "model.", run.target_dir)
-    checkpoint.write_target_config(run.target_dir, target.dims, special)
+        checkpoint.export_weights(target, "model.", run.target_dir, quant=run.quant)
+    checkpoint.write_target_config(run.target_dir, target.dims, special, quant=run.quant)
     folder = run.models / drafter.dims.stem
     if (
         checkpoint.load_master(drafter, run.work, drafter.dims.stem)

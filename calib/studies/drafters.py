@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from thor_dflash.builders.build import build
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
@@ -62,16 +63,16 @@ def add(
     Raises:
         AssertionError: the two answers differ.
     """
-    request = replace(script.request_of(session, task), sampling=sampling)
-    tokens = script.tokens_of(session.run(request, DflashDrafter()))
+    request = replace(plan_requests.request_of(session, task), sampling=sampling)
+    tokens = plan_requests.tokens_of(session.run(request, DflashDrafter()))
     spec, drafted = session.report().spec, session.report().timings.e2e_ms
-    answer = script.answer_of(session, request.prompt, tokens)
+    answer = plan_requests.answer_of(session, request.prompt, tokens)
     tally.valid += judge(task, answer).valid
     tally.tokens += spec.cycles * spec.accept_len
     tally.cycles += spec.cycles
     tally.full += spec.accept_hist[-1]
     if plain:
-        same = script.tokens_of(session.run(request, NoDrafter()))
+        same = plan_requests.tokens_of(session.run(request, NoDrafter()))
         assert same == tokens, f"{task.name}: speculation changed the answer"
         tally.drafted_ms += drafted
         tally.plain_ms += session.report().timings.e2e_ms

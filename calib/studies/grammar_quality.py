@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.planbench.scene import Scene
 from thor_dflash.calib.planbench.skills import skills_of
@@ -87,14 +88,14 @@ def _plan(
     session: Session, task: Task, arm: Arm, proposer: Proposer
 ) -> tuple[tuple[int, ...], str, tuple[Constrain, ...]]:
     """The tokens, the text of the answer, and the policies that had a say."""
-    request = script.request_of(session, task)
+    request = plan_requests.request_of(session, task)
     policies: tuple[Constrain, ...] = ()
     if arm.force is not None:
         grammar = session.grammar(schema_of(task.scene))
         arm.compile_ms.append(grammar.compile_ms)
         policies = (Constrain(grammar, Place(thinking=True), force=arm.force),)
-    tokens = script.tokens_of(session.run(request, proposer, policies))
-    return tokens, script.answer_of(session, request.prompt, tokens), policies
+    tokens = plan_requests.tokens_of(session.run(request, proposer, policies))
+    return tokens, plan_requests.answer_of(session, request.prompt, tokens), policies
 
 
 def _count(session: Session, arm: Arm, policies: Sequence[Constrain]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.planbench import FAMILIES, Task, judge
 from thor_dflash.calib.studies import script
 from thor_dflash.config.engine import EngineConfig
@@ -44,14 +45,14 @@ def plan(session: Session, task: Task, *, thinking: bool, plain: bool) -> TaskRe
     Raises:
         AssertionError: both ways did not give the same tokens.
     """
-    request = script.request_of(session, task, thinking=thinking)
-    tokens = script.tokens_of(session.generate(request))
+    request = plan_requests.request_of(session, task, thinking=thinking)
+    tokens = plan_requests.tokens_of(session.generate(request))
     report, other = session.report(), None
     if plain:
-        same = script.tokens_of(session.run(request, NoDrafter()))
+        same = plan_requests.tokens_of(session.run(request, NoDrafter()))
         assert same == tokens, f"{task.name}: speculation changed the answer"
         other = session.report()
-    answer = script.answer_of(session, request.prompt, tokens)
+    answer = plan_requests.answer_of(session, request.prompt, tokens)
     return TaskResult(task, tokens, judge(task, answer).reason, report, other)
 
 

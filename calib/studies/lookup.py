@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.planbench.again import CHANGES, again
 from thor_dflash.calib.studies import script
 from thor_dflash.config.engine import EngineConfig
@@ -100,7 +101,9 @@ def replanning(
     tallies: dict[tuple[str, str], ProposerTally] = {}
     with progress.task("replanning", limit, "pairs") as bar:
         for seed, pair in enumerate(again(limit)):
-            old, new = (script.request_of(session, task) for task in (pair.first, pair.second))
+            old, new = (
+                plan_requests.request_of(session, task) for task in (pair.first, pair.second)
+            )
             before = run(session, old, DflashDrafter(), ProposerTally())
             truth = run(session, new, DflashDrafter(), ProposerTally())
             texts = LookupTexts(session=((*old.prompt[-8:], *before),))
@@ -128,7 +131,7 @@ def replanning(
 
 def copying(session: Session) -> Iterator[tuple[str, script.Table]]:
     """Tokens a cycle of a JSON text with a few words edited, by where the old one is."""
-    tokenizer = script.tokenizer_of(session)
+    tokenizer = plan_requests.tokenizer_of(session)
     steps = [
         {"id": i, "skill": "pick", "args": {"object": f"item_{i * 7 % 31}"}, "on_fail": "retry"}
         for i in range(1, 60)
@@ -163,7 +166,7 @@ def nothing_repeated(
     tasks = script.tasks(limit)
     with progress.task("held-out tasks", len(tasks), "tasks") as bar:
         for i, task in enumerate(tasks):
-            request = script.request_of(session, task)
+            request = plan_requests.request_of(session, task)
             pair: list[tuple[Proposer, ProposerTally]] = [
                 (DflashDrafter(), alone),
                 (DraftChooser(DflashDrafter(), request.prompt), both),
@@ -181,7 +184,9 @@ def nothing_repeated(
 
 def host_cost(session: Session) -> Iterator[tuple[str, script.Table]]:
     """Processor time of the index, for ids as planner-nano's answers have them."""
-    answers = [t for task in script.tasks() for t in script.tokenizer_of(session).encode(task.plan)]
+    answers = [
+        t for task in script.tasks() for t in plan_requests.tokenizer_of(session).encode(task.plan)
+    ]
     half = len(answers) // 2
     text = tuple(answers[:half])
     start = time.process_time()

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from thor_dflash.builders.build import build
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
 from thor_dflash.config.build import BuildConfig
@@ -93,10 +94,10 @@ class StudyPackages:
 
 def ask(session: Session, task: Task, *, relaxed: RelaxedConfig | None = None) -> PolicyRun:
     """Plan one task and judge the plan."""
-    request = script.request_of(session, task)
+    request = plan_requests.request_of(session, task)
     request = replace(request, relaxed=relaxed)
     ran = run(session, request.prompt, session.generate(request))
-    answer = script.answer_of(session, request.prompt, ran.tokens)
+    answer = plan_requests.answer_of(session, request.prompt, ran.tokens)
     return replace(ran, valid=judge(task, answer).valid)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from thor_dflash.builders.build import build
+from thor_dflash.calib import plan_requests
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import Task, judge
 from thor_dflash.calib.studies import script
@@ -59,12 +60,12 @@ class Kind:
         """Answer a task; its tokens."""
         if self.rejection:
             how = replace(how, acceptance="rejection")
-        request = replace(script.request_of(session, task), sampling=how)
-        tokens = script.tokens_of(session.run(request, self.proposer))
+        request = replace(plan_requests.request_of(session, task), sampling=how)
+        tokens = plan_requests.tokens_of(session.run(request, self.proposer))
         spec = session.report().spec
         self.tokens += spec.cycles * spec.accept_len
         self.cycles += spec.cycles
-        self.valid += judge(task, script.answer_of(session, request.prompt, tokens)).valid
+        self.valid += judge(task, plan_requests.answer_of(session, request.prompt, tokens)).valid
         return tokens
 
 

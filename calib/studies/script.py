@@ -10,13 +10,8 @@ from pathlib import Path
 
 from thor_dflash.calib.demo import MODEL
 from thor_dflash.calib.planbench import Task, task_from_line
-from thor_dflash.core.errors import RequestError, ThorError
+from thor_dflash.core.errors import ThorError
 from thor_dflash.core.progress import print_line
-from thor_dflash.runtime.session import Request, Session, TokenChunk
-from thor_dflash.runtime.text.tokenizer import Answer, Tokenizer
-
-MAX_TOKENS = 512
-"""No held-out answer of a working planner is as long, thinking included, tokens."""
 
 
 def run(main: Callable[[], None]) -> int:
@@ -56,41 +51,6 @@ def tasks(limit: int | None = None) -> list[Task]:
     """The committed held-out tasks, families taking turns."""
     lines = (MODEL / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return [task_from_line(line) for line in lines[:limit]]
-
-
-def tokenizer_of(session: Session) -> Tokenizer:
-    """The tokenizer and chat template of a session's package.
-
-    Raises:
-        RequestError: it has none.
-    """
-    if session.tokenizer is None:
-        raise RequestError("the package must have a tokenizer.json (got one without)")
-    return session.tokenizer
-
-
-def request_of(
-    session: Session, task: Task, *, thinking: bool = True, most: int = MAX_TOKENS
-) -> Request:
-    """A task as a request, for at most so many tokens."""
-    text = tokenizer_of(session)
-    messages = [{"role": role, "content": content} for role, content in task.messages]
-    prompt = tuple(text.encode(text.render(messages, thinking)))
-    stop = frozenset(session.manifest.stop_tokens)
-    return Request(prompt=prompt, max_tokens=most, stop=stop)
-
-
-def tokens_of(chunks: Iterable[TokenChunk]) -> tuple[int, ...]:
-    """All tokens of an answer."""
-    return tuple(token for chunk in chunks for token in chunk.tokens)
-
-
-def answer_of(session: Session, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text of an answer, without its thinking."""
-    answer = Answer(tokenizer_of(session), prompt)
-    answer.feed(tokens)
-    answer.end()
-    return answer.text()
 
 
 Table = Sequence[Sequence[object]]

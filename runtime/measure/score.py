@@ -49,10 +49,15 @@ def shapes(session: Session, tokens: Sequence[int], taps: bool) -> dict[str, tup
 
 
 def blocks(
-    session: Session, tokens: Sequence[int], names: Sequence[str], progress: Progress
+    session: Session,
+    tokens: Sequence[int],
+    names: Sequence[str],
+    progress: Progress,
+    begin: int = 0,
 ) -> Iterator[dict[str, Array]]:
     """Yield the rows of the arrays of `score` a block at a time, for tokens that `shapes` accepted.
-    The whole arrays would take a megabyte per token at V = 248,320.
+    The whole arrays would take a megabyte per token at V = 248,320. The tokens before `begin` are
+    only read, as a prompt is, and have no rows.
 
     Raises:
         TransactionError: a request or a prefix has taken the state meanwhile.
@@ -62,7 +67,13 @@ def blocks(
         model.state.reset()
         begun = model.state.begun
     with progress.task("scoring", len(tokens), "tokens") as task:
-        for start in range(0, len(tokens), model.block):
+        for start in range(0, begin, model.chunk):
+            part = tokens[start : min(start + model.chunk, begin)]
+            with model.alone:
+                check_owner(model, begun)
+                model.prefill(part, observe=False)
+            task.advance(len(part))
+        for start in range(begin, len(tokens), model.block):
             part = tokens[start : start + model.block]
             yield _block(model, begun, part, names)
             task.advance(len(part))

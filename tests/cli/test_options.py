@@ -23,6 +23,8 @@ COMMANDS = {
     "profile": "--package p --prompt a",
     "score": "--package p --tokens t --out x.npz",
     "check": "--package p",
+    "quality": "--reference r --package p",
+    "draft-vocab": "--target t --drafter d --out o.json --package p",
     "doctor": "",
     "demo": "",
     "bench": "--package p",

@@ -49,14 +49,16 @@ SMALL = {
 
 
 @cache
-def package(chunk: int = 32, chunks: tuple[int, ...] = (), template: str = "") -> Path:
+def package(
+    chunk: int = 32, chunks: tuple[int, ...] = (), template: str = "", seed: int = 5
+) -> Path:
     """Returns a package with random weights and a tokenizer, removed when the process ends. It has
     one layer of each kind: what grammars and servers do does not depend on the number of layers.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
     root, geometry = Path(held.name), replace(GEOMETRIES["27b"], vocab=VOCAB, layers=2, interval=2)
-    write_target(root / "target", geometry, 5)
+    write_target(root / "target", geometry, seed)
     write_drafter(root / "drafter", geometry, DrafterGeometry(taps=(0, 1)), 4)
     for name in files.FILES:
         if (TOKENIZER / name).is_file():

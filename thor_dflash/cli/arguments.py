@@ -34,7 +34,7 @@ def _path_setting(text: str) -> str:
     return str(path(text)) and text
 
 
-PATHS = ("DIR", "PKG", "FILE", "FILE.json", "X.json", "X.npz", "X.html")
+PATHS = ("DIR", "PKG", "FILE", "FILE.json", "FILE.jsonl", "X.json", "X.npz", "X.html")
 NUMBERS = ("N", "MS", "SECONDS")
 
 
@@ -181,6 +181,42 @@ def check(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--tolerance X", "largest difference of logits that is accepted, as a share of the "
          "largest logit", type=float)  # fmt: skip
     _add(sub, *REPORT)
+
+
+def quality(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `quality`."""
+    sub.epilog = "Exit status: 1 if a gate fails, or nothing was measured."
+    source = sub.add_mutually_exclusive_group(required=True)
+    _add(source, "--reference PKG", "package of the model before it was quantised")
+    _add(source, "--stored X.npz", "its logits and answers instead, which --store wrote")
+    other = sub.add_mutually_exclusive_group(required=True)
+    _add(other, "--package PKG", "package to judge")
+    _add(other, "--store X.npz", "only write the reference's logits and answers to this file")
+    _add(sub, "--data FILE.jsonl", 'texts to compare on, a JSON object a line with "text", '
+         '"messages" or "tokens", and perhaps "class" (default: a chapter of a book)')  # fmt: skip
+    _add(sub, "--reference-target DIR", "checkpoint of the reference, to compare weights, too")
+    _add(sub, "--target DIR", "checkpoint of the package to judge; with --reference-target")
+    _settings(sub, "quality.tasks")
+    _add(sub, "--html X.html", "also write the comparison as one page of charts")
+    _add(sub, *REPORT)
+
+
+def draft_vocab(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `draft-vocab`."""
+    sub.epilog = "Exit status: 1 if a list would make decoding slower; then none is written."
+    _add(sub, "--target DIR", "directory of the target model (Hugging Face)", required=True)
+    _add(sub, "--drafter DIR", "directory of its drafter", required=True)
+    _add(sub, "--out X.json", "file to write, for build.draft_ids", required=True)
+    _add(sub, "--corpus FILE.jsonl", 'answers to count, a JSON object a line with "messages", of '
+         'which the last counts, "text" or "tokens", and perhaps "class"')  # fmt: skip
+    _add(sub, "--package PKG", "package of both, whose answers are counted, and accept length "
+         "measured")  # fmt: skip
+    _add(sub, "--rollouts N", "tasks that the package answers (default 120)")
+    _add(sub, "--accept-length X", "tokens per cycle to reckon with (default: the package's)",
+         type=float)  # fmt: skip
+    _add(sub, "--schema FILE.json", "JSON schema whose names must be in the list")
+    _add(sub, "--size N", "number of ids, even (default: the fastest)")
+    _add(sub, "--force", "write the list of --size also if it makes decoding slower")
 
 
 def doctor(sub: argparse.ArgumentParser) -> None:
@@ -411,6 +447,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
     "score": (score, "engine", "write the model's logits after each of the given token ids"),
     "check": (check, "engine",
               "test that a package computes what it should, operator by operator"),
+    "quality": (quality, "engine quality",
+                "measure what quantising has cost: a package against its reference"),
+    "draft-vocab": (draft_vocab, "engine",
+                    "choose the ids that a drafter may propose, if that makes it faster"),
     "doctor": (doctor, "engine", "show what this machine can run, and how to mend the rest"),
     "demo": (None, "build engine",
              "plan one task with the small model of the repository (needs a checkout)"),

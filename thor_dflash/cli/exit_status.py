@@ -8,7 +8,7 @@ from thor_dflash.core.errors import Code, PlanError, ThorError
 
 OK = 0
 WRONG = 1
-"""`doctor` or `check` found something wrong; the answer of `plan` holds no valid plan."""
+"""`doctor`, `check` or `quality` found a fault; the answer of `plan` holds no valid plan."""
 USAGE = 2
 """An error that the user can fix."""
 PARTIAL = 3

@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _run_command(args: argparse.Namespace, config: Config, progress: Progress) -> int | None:
     """Run the command; return its exit status, None for 0."""
-    module = importlib.import_module(f"thor_dflash.cli.commands.{args.command}")
+    module = importlib.import_module(f"thor_dflash.cli.commands.{args.command.replace('-', '_')}")
     command: Callable[[argparse.Namespace, Config, Progress], int | None] = module.run
     return command(args, config, progress)
 

@@ -20,6 +20,10 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
         ("--golden", "--tokens"),  # a golden file holds its own tokens
         ("--make-golden", "--tolerance", "--operators", "--json"),
     ),
+    "quality": (
+        ("--stored", "--store", "--data", "--tasks"),  # the file has texts and tasks
+        ("--store", "--reference-target", "--target", "--html", "--json"),
+    ),
     "profile": (
         ("--json", "--compare"),  # --json prints one profile only
         ("--soak", "--runs"),
@@ -38,6 +42,8 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
     ),
 }
 """Command -> groups of an option and those that have no meaning with it."""
+KEYS = {"--engine": "build.engine", "--tasks": "quality.tasks"}
+"""Options of these checks that set a key."""
 UNREAD_SECTIONS = {("bench", "--package"): "build", ("serve", "--mock"): "engine"}
 """Command and option -> the section that it does not read with that option."""
 UNREAD_BY_MOCK = (
@@ -100,7 +106,7 @@ def check_options(args: Namespace) -> None:
 
 
 def _given(args: Namespace, option: str) -> bool:
-    name = "build.engine" if option == "--engine" else option[2:].replace("-", "_")
+    name = KEYS.get(option) or option[2:].replace("-", "_")
     value = vars(args)[name]
     return value is not None and value is not False and (option, value) != ("--operators", "auto")
 

@@ -17,6 +17,7 @@ from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.calibrate import CalibrateConfig
 from thor_dflash.config.decode import DecodeConfig
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.quality import QualityConfig
 from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.config.serving import GatewayConfig, ServeConfig
 from thor_dflash.core import message_text, strict_records
@@ -30,6 +31,7 @@ class Config:
     build: BuildConfig = field(default_factory=BuildConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    quality: QualityConfig = field(default_factory=QualityConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

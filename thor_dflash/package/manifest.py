@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
 from threading import Event
@@ -195,6 +195,16 @@ def render(manifest: Manifest) -> str:
     """The text of manifest.toml."""
     body = tomli_w.dumps(cast("dict[str, object]", strict_records.encode(manifest)))
     return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def identity(manifest: Manifest) -> str:
+    """sha256 of what was built, from what: a package that was built again is the same, also by a
+    version with other graphs. It is another one if weights were packed differently.
+    """
+    weights = {name: entry for name, entry in manifest.files.items() if name.startswith(WEIGHTS)}
+    sources = {name: replace(source, directory="") for name, source in manifest.sources.items()}
+    plain = replace(manifest, created="", tool="", name=None, sources=sources, files=weights)
+    return hashlib.sha256(render(plain).encode()).hexdigest()
 
 
 def is_package(path: Path) -> bool:

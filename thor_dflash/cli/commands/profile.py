@@ -24,7 +24,6 @@ from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import ConfigError, RequestError, ThorError
 from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package import manifest
-from thor_dflash.package.manifest import WEIGHTS, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +157,7 @@ def _subject(
     ids = json.dumps(request.prompt)
     return ProfileSubject(
         version=thor_dflash.__version__,
-        package=_package(session.manifest),
+        package=manifest.identity(session.manifest),
         engine=session.manifest.engine,
         device=session.model.engine.device,
         prompt=hashlib.sha256(ids.encode()).hexdigest(),
@@ -166,16 +165,6 @@ def _subject(
         settings=_settings(session, request, config),
         machine={f.item: f.text for f in speed if "clock" not in f.item},  # clocks vary
     )
-
-
-def _package(found: Manifest) -> str:
-    """sha256 of what was built, from what: a package that was built again is the same, also by a
-    version with other graphs. It is another one if weights were packed differently.
-    """
-    weights = {name: entry for name, entry in found.files.items() if name.startswith(WEIGHTS)}
-    sources = {name: replace(source, directory="") for name, source in found.sources.items()}
-    plain = replace(found, created="", tool="", name=None, sources=sources, files=weights)
-    return hashlib.sha256(manifest.render(plain).encode()).hexdigest()
 
 
 def _settings(session: Session, request: Request, config: Config) -> dict[str, str]:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 TEMPLATES = Path(__file__).parent
 HEIGHT, TOP, LOW = 176, 24, 42
 """Height of a chart, and what its unit above and its labels below take of it, px. Only heights are
 fixed: every x is a percentage of the page, so a phone shows the same text and thinner bars."""
+ROW = 36
+"""Height of a horizontal bar with its name and number above it, px."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,20 @@ def column(x: float, width: float, value: float, top: float, title: str, kind: s
     """A bar from the x axis up to a value."""
     y = y_of(max(0.0, value), top)
     return SvgBar(x, y, width, HEIGHT - LOW - y, title, kind)
+
+
+def rows(listed: Iterable[tuple[str, float, str, bool, float]]) -> Drawing:
+    """Horizontal bars: name, length, number, whether coloured, position of a mark (0: none)."""
+    bars = list(listed)
+    top = max((max(length, mark) for _, length, _, _, mark in bars), default=0.0) or 1.0
+    drawing, scale = Drawing(len(bars) * ROW, "rows"), 100 / top
+    for i, (name, length, number, coloured, mark) in enumerate(bars):
+        y = i * ROW
+        kind = "bar" if coloured else "other"
+        width = max(0.05, length * scale)
+        drawing.bars.append(SvgBar(0, y + 20, width, 10, f"{name}: {number}", kind))
+        drawing.labels.append((0, y + 15, name, "name"))
+        drawing.labels.append((100, y + 15, number, "end"))
+        if mark:
+            drawing.lines.append((mark * scale, y + 17, mark * scale, y + 33, "mark"))
+    return drawing

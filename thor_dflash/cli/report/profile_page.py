@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING
 
 from thor_dflash.cli.report.drawing import (
     Drawing,
-    SvgBar,
     axis_number,
     chart,
     column,
     label_below,
     render,
+    rows,
     ticks,
     y_of,
 )
 from thor_dflash.cli.report.profile_text import TITLES, change, course, head, span_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from thor_dflash.runtime.measure.profile import CycleBreakdown, Profile, Spread, Stretch
 
-ROW = 36
-"""Height of a horizontal bar with its name and number above it, px."""
 COLUMNS, RUNS = 16, 10
 """Most labels of an axis."""
 
@@ -42,7 +40,7 @@ def page(found: Profile, base: Profile | None = None) -> str:
         times=_times(found.times, base.times if base else {}),
         runs=_dots(found.times["e2e_ms"]),
         timeline=_timeline(found),
-        phases=_rows(
+        phases=rows(
             (name, phase.ms, f"{phase.ms:.2f} ({phase.share:.1%})", bool(phase.cycle_ms), 0.0)
             for name, phase in found.phases.items()
         ),
@@ -143,26 +141,9 @@ def _columns(counts: Sequence[int], unit: str, below: str, top: float = 0.0) -> 
     return drawing
 
 
-def _rows(rows: Iterable[tuple[str, float, str, bool, float]]) -> Drawing:
-    """Horizontal bars: name, length, number, whether coloured, position of a mark (0: none)."""
-    bars = list(rows)
-    top = max((max(length, mark) for _, length, _, _, mark in bars), default=0.0) or 1.0
-    drawing, scale = Drawing(len(bars) * ROW, "rows"), 100 / top
-    for i, (name, length, number, coloured, mark) in enumerate(bars):
-        y = i * ROW
-        kind = "bar" if coloured else "other"
-        width = max(0.05, length * scale)
-        drawing.bars.append(SvgBar(0, y + 20, width, 10, f"{name}: {number}", kind))
-        drawing.labels.append((0, y + 15, name, "name"))
-        drawing.labels.append((100, y + 15, number, "end"))
-        if mark:
-            drawing.lines.append((mark * scale, y + 17, mark * scale, y + 33, "mark"))
-    return drawing
-
-
 def _inside(inside: CycleBreakdown) -> Drawing:
     rate = inside.read_rate
-    return _rows(
+    return rows(
         (
             part.graph if not part.name else "\N{NO-BREAK SPACE}" * 3 + part.name,
             part.ms,

@@ -1,0 +1,1 @@
+"""Chooses the token ids that a drafter may propose."""

@@ -1,0 +1,1 @@
+"""Compares a package with a reference on the same tokens: what quantising has cost."""

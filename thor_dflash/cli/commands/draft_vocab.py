@@ -1,0 +1,141 @@
+"""`thor-dflash draft-vocab`: chooses the ids that a drafter may propose, if that pays."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from thor_dflash.cli import exit_status, output_files
+from thor_dflash.cli.input_files import read_schema
+from thor_dflash.config.tree import Config
+from thor_dflash.core.errors import ConfigError, RequestError
+from thor_dflash.core.progress import Progress
+
+if TYPE_CHECKING:
+    from thor_dflash.calib.draft_vocab.selection import AnswerTokens, Candidates
+    from thor_dflash.calib.draft_vocab.trade import CycleCost, TradeOff
+
+ROLLOUTS = 120
+"""Default number of tasks that the package answers."""
+WANTED = {"all": 0.995, "plan": 0.999}
+"""Coverage below which a note is printed."""
+
+
+def run(args: Namespace, config: Config, progress: Progress) -> int:
+    """Print the comparison, write the list. Status 1 and no list if it would lose speed."""
+    from thor_dflash.core.extras import extra
+
+    with extra("build"):
+        from thor_dflash.calib.draft_vocab import trade
+        from thor_dflash.calib.draft_vocab.selection import candidates
+
+    _check(args)
+    output_files.check(args.out, ".json", "--out")
+    schemas = [read_schema(args.schema)] if args.schema else []
+    cost = trade.cycle_cost(args.target, args.drafter)
+    answers, measured = _answers(args, config, progress)
+    with progress.task("ordering ids"):
+        found = candidates(args.target, answers, schemas)
+        length = args.accept_length or measured
+        if args.size is not None:
+            found.list_of(args.size)
+        listed = [args.size] if args.size else trade.sizes(found, cost.ids)
+        rows = [trade.trade_off(found, cost, length, size) for size in listed]
+    progress.close()
+    chosen = trade.best(rows) or (rows[0] if args.size and args.force else None)
+    print("\n".join(_text(found, cost, rows, length, assumed=args.accept_length is not None)))
+    if chosen is None:
+        loses = "this size loses" if args.size else "every size loses"
+        print(f"no list is written: {loses} more accept length than its head saves")
+        return exit_status.WRONG
+    ids = found.list_of(chosen.size)
+    with output_files.whole(args.out) as file:
+        file.write(json.dumps(ids).encode())
+    print(f"{args.out}: {len(ids)} ids, predicted speed {chosen.speed:.4f} of that with all ids")
+    return exit_status.OK
+
+
+def _check(args: Namespace) -> None:
+    if args.corpus is None and args.package is None:
+        raise ConfigError("--corpus or --package must be given (got neither)")
+    if args.package is None and args.accept_length is None:
+        raise ConfigError(
+            "--accept-length must be given without --package, which would measure it (got none)"
+        )
+    if args.accept_length is not None and not 1 <= args.accept_length <= 1024:
+        raise ConfigError(f"--accept-length must be 1 to 1024 (got {args.accept_length})")
+    if args.rollouts is not None and args.rollouts < 1:
+        raise ConfigError(f"--rollouts must be at least 1 (got {args.rollouts})")
+    if args.force and args.size is None:
+        raise ConfigError("--force must go with --size (got none)")
+
+
+def _answers(
+    args: Namespace, config: Config, progress: Progress
+) -> tuple[list[AnswerTokens], float]:
+    """The answers to count, and the package's accept length; 0 without a package."""
+    from thor_dflash.builders.checkpoint.target import read_target
+    from thor_dflash.calib.documents import read_documents
+    from thor_dflash.calib.draft_vocab.rollouts import roll_out
+    from thor_dflash.calib.draft_vocab.selection import AnswerTokens
+    from thor_dflash.runtime.session import open_session
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
+
+    made: list[AnswerTokens] = []
+    length = 0.0
+    if args.corpus is not None:
+        vocab, text = read_target(args.target).dims.vocab, Tokenizer.load(args.target)
+        for one in read_documents(args.corpus, text, vocab, answers=True):
+            made.append(AnswerTokens(one.label or "text", one.tokens[one.begin :]))
+        if not any(answer.tokens for answer in made):
+            raise RequestError(f"{args.corpus} must hold an answer (got chats of requests alone)")
+    if args.package is not None:
+        with closing(open_session(args.package, config.engine, progress)) as session:
+            rolled = roll_out(session, args.rollouts or ROLLOUTS, progress)
+            made += rolled.answers
+            length = rolled.accept_length
+    return made, length
+
+
+def _text(
+    found: Candidates,
+    cost: CycleCost,
+    rows: Sequence[TradeOff],
+    length: float,
+    *,
+    assumed: bool,
+) -> Iterator[str]:
+    from thor_dflash.calib.replay.replay_report import columns
+
+    how = "assumed" if assumed else "measured"
+    yield (
+        f"{len(found.forced):,} ids must be there, of {cost.ids:,}; accept length {length:.2f} "
+        f"({how}), block {cost.block}"
+    )
+    labels = list(rows[0].coverage)
+    head = ("ids", *(f"covers {x}" for x in labels), "head, ms", "cycle", "accept length", "speed")
+    table: list[tuple[str, ...]] = [head]
+    for row in rows:
+        shares = (f"{row.coverage[label].share:.2%}" for label in labels)
+        table.append(
+            (
+                f"{row.size:,}",
+                *shares,
+                f"{row.head_ms:.3f}",
+                f"-{row.gain:.2%}",
+                f"-{row.loss:.2%}",
+                f"{row.speed:.4f}",
+            )
+        )
+    yield from columns(table)
+    tokens = rows[0].coverage["all"].tokens
+    yield f"coverage: of {tokens:,} tokens in {len(found.held)} answers that were not counted"
+    yield "head and cycle: predicted for a Jetson AGX Thor from bytes alone"
+    yield "accept length: an estimate for independent drafts; measure it with `quality`"
+    for label, wanted in WANTED.items():
+        share = rows[-1].coverage.get(label)
+        if share is not None and share.share < wanted:
+            yield f"note: even the largest covers less than {wanted:.1%} of {label}"
