@@ -24,15 +24,26 @@ def drawing(how: SamplingConfig, length: int) -> dict[str, Array]:
     }
 
 
-def decided_by_law(s: Session, request: Request) -> None:
-    """Run the first block of a request for rejection. Each draft must be drawn from its law; that
+def decided_by_law(s: Session, request: Request, blocks: int = 4) -> None:
+    """Run the first blocks of a request for rejection. Each draft must be drawn from its law; that
     of a drafter without a selector is its best logits by the temperature; and each choice must be
     what `sample` makes of the block.
     """
-    run, how = s.run(request, DflashDrafter()), request.sampling
-    tokens = next(chunk.tokens for chunk in run if chunk.tokens)
+    run = s.run(request, DflashDrafter())
+    length = len(request.prompt) - 1
+    for chunk in run:
+        if chunk.tokens:
+            assert list(chunk.tokens) == _decided(s, request.sampling, length)
+            length, blocks = length + len(chunk.tokens), blocks - 1
+        if not blocks:
+            break
     run.close()
-    drafts, length = s.model.block - 1, len(request.prompt) - 1
+    assert not blocks
+
+
+def _decided(s: Session, how: SamplingConfig, length: int) -> list[int]:
+    """The tokens of the block just run, whose first row has this position."""
+    drafts = s.model.block - 1
     x = {name: s.model.read(name) for name in ("logits", "tokens")}
     law = {name: s.model.read(f"draft.{name}") for name in ("candidates", "scores")}
     assert s.manifest.drafter
@@ -50,4 +61,4 @@ def decided_by_law(s: Session, request: Request) -> None:
     given = x | law | drawing(how, length) | {"drawn": np.array([drafts], np.int32)}
     choice = SAMPLE.reference(given, a)["choice"]
     agreed = int((choice[:-1] == x["tokens"][1:]).cumprod().sum())
-    assert list(tokens) == choice[: agreed + 1].tolist()
+    return [int(token) for token in choice[: agreed + 1]]
