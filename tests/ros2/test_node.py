@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from typing import Any
 import pytest
 from support.plan_formats import ROBOT
 from support.ros_processes import PYTHON, Robotics
+from support.waiting import until
+
+from thor_dflash.serving.client import RemotePlanner
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,7 +134,8 @@ def test_a_node_that_is_killed_leaves_no_plan_behind(ros: Robotics) -> None:
     server = ros.server(cycle_ms=400)
     node = ros.node()
     robot = ros.robot_process("plans", action="/thor_dflash/plan")
-    time.sleep(4)
+    with RemotePlanner(ros.endpoint) as planner:
+        until(lambda: bool(planner.health()["running"]))
     node.kill()
     assert server.stderr
     assert any("ended=cancelled" in line for line in server.stderr)
