@@ -25,7 +25,7 @@ from thor_dflash.calib.replay.recorded_trace import (
 from thor_dflash.calib.studies import script
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.core.results import DraftCounts
-from thor_dflash.runtime.decoding.draft_chooser import HELD, DraftChoice
+from thor_dflash.runtime.decoding.draft_chooser import FIRST, HELD, DraftChoice, DraftWorth
 from thor_dflash.runtime.decoding.lookup import LookupIndex, LookupTexts
 from thor_dflash.runtime.session.recent_answers import BEFORE
 from thor_dflash.runtime.text.tokenizer import Tokenizer
@@ -128,7 +128,8 @@ def measure(
                 part = prompt[max(0, held - HELD) :]
                 for (name, lookup), blocks in found.items():
                     texts = LookupTexts(session=tuple(recent))
-                    choice = DraftChoice(LookupIndex(texts, part if lookup else ()))
+                    index = LookupIndex(texts, part if lookup else ())
+                    choice = DraftChoice(index, DraftWorth(FIRST * ROWS))
                     simulate(answer, choice, DRAFTERS[name], lookup, blocks)
                 recent = [*recent, (*prompt[-BEFORE:], *answer)][-RECENT:]
                 held = len(prompt)

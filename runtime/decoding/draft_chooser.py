@@ -33,8 +33,8 @@ NEWEST = 0.1
 BETTER, WORSE = 0.15, 0.5
 """Weight of the newest block in the average of a text, by whether it raises the average: a text
 that goes wrong should be left at once."""
-FIRST = 12.0
-"""Tokens that a drafter's block is taken to commit before there was one."""
+FIRST = 0.75
+"""Share of its rows that a drafter's block is taken to commit before there was one."""
 TRUST: Mapping[LookupWay, float] = {"follow": 0.85, "jump": 0.4, "over": 0.4}
 """Share of a text's drafts that is taken to be right before one was compared."""
 REACH = 15
@@ -51,7 +51,7 @@ _builders = ThreadPoolExecutor(1, thread_name_prefix="lookup")
 class DraftWorth:
     """What drafts are worth: moving averages over the blocks of one request."""
 
-    drafter: float = FIRST
+    drafter: float
     """Tokens committed by a block of the drafter."""
     blocks: int = 0
     """Blocks of the drafter."""
@@ -93,7 +93,7 @@ class DraftChoice:
     """The choices of one request."""
 
     index: LookupIndex
-    worth: DraftWorth = field(default_factory=DraftWorth)
+    worth: DraftWorth
     _drafts: list[LookupDraft] = field(default_factory=list[LookupDraft])
     """Of texts, for the block under way; the best first."""
     _forced: int = 0
@@ -157,7 +157,7 @@ class DraftChooser:
         """See Proposer."""
         if self._choice is None:
             assert self._index is not None
-            self._choice = DraftChoice(self._index.result())
+            self._choice = DraftChoice(self._index.result(), DraftWorth(FIRST * model.block))
         if tokens := progress.tokens[self._seen :]:
             self._choice.learn(tokens)
             self._seen = len(progress.tokens)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thor_dflash.runtime.decoding import lookup
-from thor_dflash.runtime.decoding.draft_chooser import DraftChoice
+from thor_dflash.runtime.decoding.draft_chooser import DraftChoice, DraftWorth
 from thor_dflash.runtime.decoding.lookup import LookupIndex, LookupTexts
 from thor_dflash.runtime.decoding.suffix_automaton import NO_MATCH, SuffixAutomaton
 
@@ -84,7 +84,7 @@ def test_forced_ids_come_before_the_draft() -> None:
     assert draft.tokens == (7, 8)
     found.commit([5, 6, 7], draft, 2)
     assert [d.tokens for d in found.drafts((), 4)] == [(8,)]
-    choice = DraftChoice(index([1], session=[[5, 6, *range(20, 60)]]))
+    choice = DraftChoice(index([1], session=[[5, 6, *range(20, 60)]]), DraftWorth(12))
     best = choice.choose((5, 6), 13, drafter=False)
     assert best is not None
     before = choice.worth.of(best)

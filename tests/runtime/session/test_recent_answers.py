@@ -18,6 +18,8 @@ def test_the_newest_of_a_session_with_the_end_of_their_prompts() -> None:
     assert (kept.of("a"), kept.of("b")) == ((), ())
     kept.keep("b", (), [])
     assert kept.of("b") == ()
+    kept.keep("b", [1, -(2**40), 2], [3])
+    assert kept.of("b") == ((1, 2, 3),), "without the tokens of an image"
 
 
 def test_the_least_recently_used_session_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
