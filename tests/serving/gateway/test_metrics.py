@@ -9,15 +9,16 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from thor_dflash.core.results import Speculation, Timings
+from thor_dflash.core.results import DraftCounts, Speculation, Timings
 from thor_dflash.serving.gateway.metrics import SHARED, ServerStats, render
 from thor_dflash.serving.gateway.openai_answers import ResponseHeader, completion, counted
 from thor_dflash.serving.protocol.messages import Result
 from thor_dflash.serving.server.stats import Stats
 
 SPEC = Speculation(
-    cycles=4, drafted=9, accepted=5, forced=2, accept_hist=(1, 1, 1, 1), accept_len=2.5
-)
+    cycles=4, drafted=9, accepted=5, forced=2, accept_hist=(1, 1, 1, 1), accept_len=2.5,
+    sources={"session": DraftCounts(3, 7, 5), "drafter": DraftCounts(1, 2, 0)},
+)  # fmt: skip
 
 
 def stats() -> dict[str, Any]:
@@ -47,6 +48,13 @@ def test_a_histogram_is_cumulative_and_its_bounds_hold_what_equals_them() -> Non
         assert (rest["count"].value, rest["sum"].value) == (2, pytest.approx(3.0005))
         assert rest["count"].labels == {"server": "tcp://a", **labels}
     assert found["vllm:e2e_request_latency_seconds"].type == "histogram"
+
+
+def test_drafts_are_counted_by_source() -> None:
+    found = families(ServerStats("tcp://a", "27b", stats()))
+    for name, want in (("num_drafts", 3), ("num_draft_tokens", 7), ("num_accepted_tokens", 5)):
+        samples = found[f"thor_dflash:spec_decode_{name}_by_source"].samples
+        assert {s.labels["source"]: s.value for s in samples}["session"] == want
 
 
 def test_what_vllm_counts_otherwise_is_counted_so_under_its_name() -> None:
