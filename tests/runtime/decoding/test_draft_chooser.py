@@ -142,8 +142,9 @@ def test_a_session_finds_its_earlier_answer_and_no_other_does() -> None:
     s = session()
 
     def sources(scope: str, name: str) -> set[str]:
-        asked = replace(ONE, drafter="auto", conversation=Conversation(scope=scope, session=name))
-        assert [t for c in s.generate(asked) for t in c.tokens] == [*truth()]
+        conversation = Conversation(scope=scope, session=name)
+        asked = replace(ONE, drafter="auto", max_tokens=16, conversation=conversation)
+        assert [t for c in s.generate(asked) for t in c.tokens] == [*truth()[:16]]
         return {*s.report().spec.sources}
 
     assert "session" not in sources("a", "arm")

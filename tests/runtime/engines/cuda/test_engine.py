@@ -16,8 +16,11 @@ from thor_dflash.core.errors import EngineError
 from thor_dflash.core.progress import Silent
 from thor_dflash.package import manifest
 from thor_dflash.plugins.gdn import launch as gdn
+from thor_dflash.runtime.decoding.draft_chooser import DraftChooser
+from thor_dflash.runtime.decoding.lookup import LookupTexts
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.session import Session, open_session
 
 
@@ -56,6 +59,21 @@ def test_a_step_is_captured_once(made: Path, device: FakeCuda) -> None:
             cycles(s, 9)
         assert (len(device.graphs), device.taken) == (captured, taken)
         assert captured == 2  # a prefill step and a cycle
+
+
+def test_a_lookup_cycle_is_one_graph_without_the_drafter(made: Path, device: FakeCuda) -> None:
+    with closing(open_session(made, EngineConfig(), Silent())) as s:
+        asked = request(s, 0, 9)
+        tokens = [t for chunk in s.run(asked, DflashDrafter()) for t in chunk.tokens]
+        before = [*device.graphs]
+        texts = LookupTexts(session=((*asked.prompt[-8:], *tokens, *[1] * 16),))
+        proposer = DraftChooser(DflashDrafter(), asked.prompt, lambda: texts)
+        assert [t for chunk in s.run(asked, proposer) for t in chunk.tokens] == tokens
+        assert {*s.report().spec.sources} == {"drafter", "session"}
+        engine = s.model.engine
+        assert isinstance(engine, CudaEngine)
+        skipped = engine.launches([s.model.call("propose")])
+        assert device.graphs == [*before, before[-1] - skipped]
 
 
 def test_a_kernel_without_the_shift_of_its_states_is_refused(
