@@ -114,7 +114,7 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"], where: str) -> NDArray[n
                 if (frames := getattr(image, "n_frames", 1)) != 1:
                     raise RequestError(f"{where} must be a still image (got {frames} frames)")
                 if image.mode not in MODES:
-                    rule = f"of 8 bits, grey or RGB, with or without transparency ({MODES})"
+                    rule = "of 8 bits, grey or RGB, with or without transparency"
                     raise RequestError(f"{where} must be {rule} (got {image.mode})")
                 image.load()
                 return _on_white(Image, ImageOps.exif_transpose(image))

@@ -49,7 +49,8 @@ class EncoderCache:
         a prompt without images.
 
         Raises:
-            RequestError: there are other numbers of marks and images, or the prompt ends with one.
+            RequestError: there are other numbers of marks and images, the prompt ends with one, or
+                no graph takes one.
         """
         token = self.vision.image_token
         if (found := list(ids).count(token)) != len(pictures):
@@ -59,6 +60,11 @@ class EncoderCache:
             )
         if not pictures:
             return None
+        # Resizing keeps narrow images a token wide, whatever the limit.
+        if wide := [x for x in pictures if x.grid.patches * PATCH**2 > self.most_pixels]:
+            height, width, _ = wide[0].pixels.shape
+            rule = f"at most {self.most_pixels} pixels after resizing, build.image_patches"
+            raise RequestError(f"images must have {rule} (got {width} x {height})")
         if ids[-1] == token:
             raise RequestError("a prompt must end with a text (got an image)")
         rest, prompt = iter(pictures), list[int]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 import stat
@@ -35,7 +34,7 @@ def image_of(url: str, detail: str | None, directory: str, where: str) -> dict[s
         kind, text = found.groups()
         try:
             data = base64.b64decode(text, validate=True)
-        except binascii.Error as e:
+        except ValueError as e:  # binascii.Error, or text beyond ASCII
             raise bad_request(f"{where}.url must be valid base64 (got: {e})", where) from e
     elif url.startswith("file:"):
         kind, data = _file(url, directory, where)

@@ -68,6 +68,7 @@ class SessionRun:
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.encoded:
+            self._rates.cycle(ms, 0, thinking=False)  # a cancel may have to wait for it
             return ()
         if chunk.prompt_done:
             self._rates.step(ms, chunk.prompt_rows)

@@ -37,7 +37,12 @@ FREE_FORM_BYTES = 1 << 17
 SHOWN_BYTES = 1 << 16
 """Most bytes of a top-level field that are decoded to show a faulty value in it."""
 
-KINDS = {**WORDS, "array": "a list", "object": "an object"}
+KINDS = {
+    **WORDS,
+    "array": "a list",
+    "object": "an object",
+    "bytes": "bytes, which are base64 in JSON",
+}
 """msgspec's names of types, in words."""
 OPERATIONS: dict[str, type[messages.Request]] = {
     "plan": messages.PlanRequest,
@@ -356,6 +361,8 @@ def _rule(what: str) -> tuple[str, str]:
         return "a number of 64 bits", "one out of range"
     if re.match("Invalid (enum )?value", what):
         return "one of the words of docs/reference/protocol.md", "another"
+    if what.startswith("Invalid base64"):
+        return "base64 with its padding", ""
     text = re.sub("`(.*?)`", lambda kinds: _in_words(kinds[1]), what)
     rule, _, got = text.removeprefix("Expected ").partition(", got ")
     return rule, got

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from thor_dflash.serving.protocol import codec, validation
 from thor_dflash.serving.protocol.messages import PlanRequest, Result
 
 CONFIG = ServeConfig(thinking="off", max_tokens=12, max_images=2)
+THIN = {"width": 6400, "height": 32}
 TEXT = {"type": "text", "text": "What is on the table? "}
 
 
@@ -102,6 +104,11 @@ BAD = {
     "no size": (lambda: asked({"id": "a", "format": "rgb8", "data": b"x"}), "images"),
     "no jpeg": (lambda: asked({"id": "a", "format": "jpeg", "data": b"x"}), "images"),
     "narrow": (lambda: asked(raw("a", frame(1, 4, 64))), "images"),
+    "beyond every graph": (
+        lambda: asked({"id": "a", "format": "mono8", "data": bytes(6400 * 32)} | THIN),
+        "images",
+    ),
+    "no base64": (lambda: asked({**raw("a", frame(1)), "data": "@"}), "images[0].data"),
     "with prompt": (lambda: {"prompt": "x", "images": [raw("a", frame(1))]}, "images"),
     "system": (
         lambda: {
@@ -142,6 +149,21 @@ def test_a_package_without_a_tower_refuses_images() -> None:
     with pytest.raises(PlanError) as error:
         planned(Lent(session(), CONFIG), asked(raw("a", frame(1))))
     assert error.value.field == "images"
+
+
+def test_a_cancel_may_wait_for_the_tower(
+    backend: SessionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeing_session().model
+    encode = model.encode
+
+    def slow(picture: Picture) -> Array:
+        time.sleep(0.3)
+        return encode(picture)
+
+    monkeypatch.setattr(model, "encode", slow)
+    planned(backend, asked(raw("a", frame(77))))
+    assert backend.rates.bound_ms() >= 600
 
 
 def test_a_server_says_that_it_sees(backend: SessionBackend) -> None:

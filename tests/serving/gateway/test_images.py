@@ -51,7 +51,8 @@ def test_images_are_sent_as_bytes_in_their_order() -> None:
 @pytest.mark.parametrize(
     "url",
     ["http://a/b.png", "https://a/b.png", "ftp://a/b.png", "/etc/passwd", "file:///etc/passwd",
-     "data:image/gif;base64,AAAA", "data:text/html;base64,AAAA", "data:image/png;base64,A", ""],
+     "data:image/gif;base64,AAAA", "data:text/html;base64,AAAA", "data:image/png;base64,A",
+     "data:image/png;base64,\u00e9", ""],
 )  # fmt: skip
 def test_nothing_is_fetched(url: str) -> None:
     assert fault(**shown(image(url))) == "messages[0].content[1].image_url"
