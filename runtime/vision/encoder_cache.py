@@ -26,7 +26,6 @@ class EncoderTotals:
     """Images that prompts needed rows of."""
     hits: int = 0
     """Of them, those whose rows were kept."""
-    encode_ms: float = 0.0
 
 
 class EncoderCache:
@@ -86,7 +85,6 @@ class EncoderCache:
         images.encoded[number], images.encode_ms[number] = rows, 0.0 if kept else spent
         self.totals.images += 1
         self.totals.hits += kept
-        self.totals.encode_ms += images.encode_ms[number]
 
     def _keep(self, digest: bytes, rows: Array) -> None:
         with self._lock:
