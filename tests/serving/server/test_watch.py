@@ -149,7 +149,8 @@ def test_idle_time_before_each_step_is_left_to_others_and_counted(
         found.append(LocalPlanner(backend).plan(ask))
     assert found[0].tokens == found[1].tokens
     assert found[1].spec
-    assert slept == [700e-6] * (found[1].spec.cycles + 1), "each cycle, and one prefill step"
+    waits = [each for each in slept if each]  # sleep(0) lets other threads run
+    assert waits == [700e-6] * (found[1].spec.cycles + 1), "each cycle, and one prefill step"
     session.close()
 
 
