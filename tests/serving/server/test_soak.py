@@ -14,6 +14,9 @@ from thor_dflash.runtime.session import open_session
 from thor_dflash.serving.planner.session_backend import SessionBackend
 
 COUNT = 25
+ROUNDS = 5
+"""Most times COUNT plans: when a plan is cancelled or displaced depends on the machine."""
+OUTCOMES = {"preempted", "cancelled", "length"}
 
 
 def test_every_plan_is_answered_once_and_as_if_it_were_alone(house: Any) -> None:
@@ -22,10 +25,13 @@ def test_every_plan_is_answered_once_and_as_if_it_were_alone(house: Any) -> None
     server = house.serve(SessionBackend(session, config))
     soak = Soak(server.endpoints[0], seed=7)
     try:
-        soak.run(COUNT)
+        for done in range(ROUNDS):
+            soak.run(COUNT * (done + 1))
+            if set(soak.tally) >= OUTCOMES:
+                break
     finally:
         soak.close()
-    assert {"preempted", "cancelled", "length"} <= set(soak.tally), soak.tally
+    assert set(soak.tally) >= OUTCOMES, soak.tally
     peer = house.peer(server)
     health = peer.ask(op="health", id="h")
     assert (health["ready"], health["error"]) == (True, None)
