@@ -36,11 +36,6 @@ DEVICE void row_scales(float (&scales)[TAPS], const uint4* x, int t, int chunks,
     }
 }
 
-DEVICE uint4 pack8(const float (&v)[8]) {
-    return make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
-                      pack_bf16x2(v[6], v[7]));
-}
-
 // x, residual, y [rows, hidden]; dynamic [rows, 2 * TAPS * groups]; base [2, TAPS, hidden].
 KERNEL void __launch_bounds__(THREADS)
 draft_conv(const u16* x, const void* __restrict__ norm_weight, const u16* dynamic,

@@ -23,7 +23,5 @@ image_positions(const u16* __restrict__ table, const i32* taps, const float* wei
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] = fma_rn(factor[i], v[j], sum[j]);
     }
-    reinterpret_cast<uint4*>(y)[static_cast<i64>(blockIdx.x) * chunks + c] =
-        make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]),
-                   pack_bf16x2(sum[4], sum[5]), pack_bf16x2(sum[6], sum[7]));
+    reinterpret_cast<uint4*>(y)[static_cast<i64>(blockIdx.x) * chunks + c] = pack8(sum);
 }

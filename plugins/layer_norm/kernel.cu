@@ -7,18 +7,6 @@
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int UNITS = 4;  // most units of eight columns that a thread keeps
 
-// Every thread receives the sum over the block.
-DEVICE float block_sum(float sum, float* parts) {
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    sync_block();
-    sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += parts[w];
-    return sum;
-}
-
 // x, y [rows, columns]; weight, bias [columns]; columns a multiple of 8.
 KERNEL void __launch_bounds__(THREADS)
 layer_norm(const u16* x, const void* __restrict__ weight, const float* __restrict__ bias, u16* y,
@@ -38,7 +26,7 @@ layer_norm(const u16* x, const void* __restrict__ weight, const float* __restric
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += v[u][i];
     }
-    const float mean = block_sum(sum, means) / columns;
+    const float mean = block_sum<WARPS>(sum, means) / columns;
     sum = 0.0f;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -49,7 +37,7 @@ layer_norm(const u16* x, const void* __restrict__ weight, const float* __restric
             sum = fma_rn(v[u][i], v[u][i], sum);
         }
     }
-    const float scale = rsqrtf(block_sum(sum, squares) / columns + eps);
+    const float scale = rsqrtf(block_sum<WARPS>(sum, squares) / columns + eps);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         const int c = u * THREADS + threadIdx.x;
@@ -59,8 +47,6 @@ layer_norm(const u16* x, const void* __restrict__ weight, const float* __restric
         norm_weights8<true>(add, bias, 8 * c, 0.0f);
 #pragma unroll
         for (int i = 0; i < 8; i++) v[u][i] = fma_rn(v[u][i] * scale, w[i], add[i]);
-        reinterpret_cast<uint4*>(y)[row + c] =
-            make_uint4(pack_bf16x2(v[u][0], v[u][1]), pack_bf16x2(v[u][2], v[u][3]),
-                       pack_bf16x2(v[u][4], v[u][5]), pack_bf16x2(v[u][6], v[u][7]));
+        reinterpret_cast<uint4*>(y)[row + c] = pack8(v[u]);
     }
 }

@@ -13,18 +13,6 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 enum { NO_GATE, SIGMOID, SILU };
 
-// Every thread receives the sum over the block.
-DEVICE float block_sum(float sum, float* parts) {
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    sync_block();
-    sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += parts[i];
-    return sum;
-}
-
 DEVICE float gated(float x, float gate) {
     if (GATE == NO_GATE) return x;
     const float s = sigmoid(gate);
@@ -54,7 +42,7 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
     if (by_row) {
         float sum = 0.0f;
         for (int c = threadIdx.x; c < chunks; c += THREADS) sum += squares8(in[c]);
-        scale = rsqrtf(block_sum(sum, parts) / width + eps);
+        scale = rsqrtf(block_sum<WARPS>(sum, parts) / width + eps);
     }
     // The bound is the same for all lanes of a warp: shuffles need every lane.
     for (int first = blockIdx.y * THREADS; first < end; first += gridDim.y * THREADS) {
@@ -84,7 +72,6 @@ linear_rows(const u16* x, const void* __restrict__ norm_weight, const u16* gate,
         for (int i = 0; i < 8; i++) {
             v[i] = gated(NORM ? v[i] * scale * w[i] : v[i], g[i]);
         }
-        to = make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
-                        pack_bf16x2(v[6], v[7]));
+        to = pack8(v);
     }
 }

@@ -11,6 +11,23 @@ DEVICE void unpack8(float (&to)[8], uint4 from) {
     }
 }
 
+DEVICE uint4 pack8(const float (&v)[8]) {
+    return make_uint4(pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
+                      pack_bf16x2(v[6], v[7]));
+}
+
+// The sum over a block of WARPS warps, for every thread.
+template <int WARPS> DEVICE float block_sum(float sum, float* parts) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) sum += shuffle_xor(sum, mask);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+    sync_block();
+    sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += parts[w];
+    return sum;
+}
+
 DEVICE float squares8(uint4 x) {
     float v[8];
     unpack8(v, x);
