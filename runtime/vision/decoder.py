@@ -26,8 +26,8 @@ RAW: dict[str, int] = {"rgb8": 3, "bgr8": 3, "mono8": 1}
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MOST_PIXELS = 1 << 24
 """Pixels of an image as it was sent."""
-MOST_SCANS = 100
-"""Scans of a progressive JPEG: each costs as much time as the whole image."""
+MOST_SCANS = 20
+"""Scans of a progressive JPEG. Each costs as much time as the whole image; encoders write ten."""
 _SCAN = b"\xff\xda"
 
 

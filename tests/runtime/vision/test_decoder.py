@@ -106,6 +106,7 @@ GOOD = file_of(Image.fromarray(frame(5)), "JPEG")
 HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
     "too long": lambda: (b"\xff\xd8\xff" + bytes(8 << 20), "jpeg"),
     "bomb": lambda: (file_of(Image.new("1", (12_000, 12_000))), "png"),
+    "above our limit of pixels": lambda: (file_of(Image.new("1", (5_000, 5_000))), "png"),
     "huge by its header": lambda: (header_only(60_000, 60_000), "png"),
     "line": lambda: (file_of(Image.new("L", (100_000, 1))), "png"),
     "truncated": lambda: (GOOD[: len(GOOD) // 2], "jpeg"),
@@ -115,7 +116,7 @@ HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
     "another type": lambda: (file_of(Image.new("RGB", (64, 64)), "GIF"), "png"),
     "a png as jpeg": lambda: (file_of(Image.new("RGB", (64, 64))), "jpeg"),
     "polyglot": lambda: (b"\x89PNG\r\n\x1a\n" + GOOD, "png"),
-    "scans": lambda: (GOOD[:-2] + b"\xff\xda\x00\x02" * 200 + GOOD[-2:], "jpeg"),
+    "scans": lambda: (GOOD[:-2] + b"\xff\xda\x00\x02" * 40 + GOOD[-2:], "jpeg"),
     "nothing": lambda: (b"", "png"),
 }
 
