@@ -342,8 +342,8 @@ def plan(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--min-p X", "draw from tokens with this share of the best one's probability",
          type=float)  # fmt: skip
     _add(sub, "--seed N", "seed of the draw: the same plan again (default: drawn, and reported)")
-    _add(sub, "--acceptance", "of drafts of drawn tokens; rejection may accept more, and a seed does "
-         "not repeat the plan (default: coupled)", choices=("coupled", "rejection"))  # fmt: skip
+    _add(sub, "--acceptance", "of drafts of drawn tokens; rejection may accept more, and no seed "
+         "repeats the plan (default: coupled)", choices=("coupled", "rejection"))  # fmt: skip
     _add(sub, "--deadline-ms MS", "the plan, or what there is of it, must be here by then "
          "(default: none)")  # fmt: skip
     _add(sub, "--session NAME", "name of the robot or arm: a later plan of the same name replaces "

@@ -118,8 +118,8 @@ class SamplingConfig:
     """Seed of the noise, below 2^63; -1: drawn, and reported with the answer."""
     acceptance: Literal["coupled", "rejection"] = "coupled"
     """How drafts are accepted; coupled: if the target's own draw equals them, rejection: by
-    the ratio of both laws, on average at least as often. The law of the answer is the same, but with rejection it
-    depends on the drafts, and a seed does not repeat it."""
+    the ratio of both laws, on average at least as often. The law of the answer is the same, but
+    with rejection it depends on the drafts, and a seed does not repeat it."""
 
     def __post_init__(self) -> None:
         for name, value, fine, rule in (
