@@ -17,6 +17,7 @@ import pytest
 from support.constrained_model import package
 from support.http_gateway import gateway
 from support.recorded_traces import TEMPLATE, rows, write
+from support.waiting import until
 
 from thor_dflash.calib.replay import session_replay
 from thor_dflash.calib.replay.http_replay import HttpReplay
@@ -204,11 +205,13 @@ def test_a_trace_leaves_the_state_that_it_leaves_in_process(
     forget(session)
     local = list(SessionReplay(session, 4.5).run(trace.first(1, 3)))
     want, length = state(session), session.model.state.length
+    log: list[str] = []
     with (
-        serving(lambda: KeptOpen(session, ALLOWED), ALLOWED, log=lambda line: None) as server,
+        serving(lambda: KeptOpen(session, ALLOWED), ALLOWED, log=log.append) as server,
         gateway(*server.endpoints) as address,
         closing(OpenAIConnection(f"{address}/v1", {})) as connection,
     ):
+        until(lambda: any(line.startswith("ready after") for line in log))
         extra = {"max_completion_tokens": 32}
         replay = HttpReplay(connection, "", forced=4.5, extra=extra)
         found = list(replay.run(trace.first(1, 3)))
