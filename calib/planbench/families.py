@@ -96,8 +96,7 @@ def infeasible(rng: Random, held: bool) -> Draft:
     """
     scene = plannable(rng.choice((tabletop, mobile, household))(rng, held))
     index = rng.choice([i for i, g in enumerate(scene.goals) if g.kind == "at"])
-    spoil = rng.choice((_missing_object, _missing_place, _ambiguous, _locked))
-    spoiled, fact, question = spoil(rng, held, scene, index)
+    spoiled, fact, question = rng.choice(SPOILS)(rng, held, scene, index)
     wording = draw_wording(rng, spoiled.goals, held)
     objects = frozenset(name for name, _ in scene.objects) | {spoiled.goals[index].subject}
     prompt = f"{scene_text(spoiled)}\nRequest: {wording.render(spoiled.goals, objects)}"
@@ -192,30 +191,34 @@ def failed(rng: Random, world: World, step: PlanStep) -> tuple[Scene, str]:
     return after, feedback
 
 
-def _with_goal(scene: Scene, index: int, goal: Goal, must_ask: tuple[str, ...]) -> Scene:
+def with_goal(scene: Scene, index: int, goal: Goal, must_ask: tuple[str, ...]) -> Scene:
+    """The scene with another goal at an index, which only a question can answer."""
     goals = (*scene.goals[:index], goal, *scene.goals[index + 1 :])
     return replace(scene, goals=goals, must_ask=must_ask)
 
 
-def _missing_object(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+def missing_object(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+    """The request names an object that is not there."""
     taken = {noun_of(name) for name, _ in scene.objects}
     noun = draw_nouns(rng, 1, held)[0]
     if noun in taken:
         raise Rejected("the noun is in the scene")
-    spoiled = _with_goal(scene, index, Goal("at", noun, scene.goals[index].where), (noun,))
+    spoiled = with_goal(scene, index, Goal("at", noun, scene.goals[index].where), (noun,))
     return spoiled, think(rng, "ask_object", o=noun), f"There is no object [{noun}] in the scene."
 
 
-def _missing_place(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+def missing_place(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+    """The request names a place that is not there."""
     del held
     known = {p.name for p in scene.places}
     pool = [n for n in (SURFACES if scene.robots[0].place else TRAYS) if n not in known]
     gone = rng.choice(pool)
-    spoiled = _with_goal(scene, index, Goal("at", scene.goals[index].subject, gone), (gone,))
+    spoiled = with_goal(scene, index, Goal("at", scene.goals[index].subject, gone), (gone,))
     return spoiled, think(rng, "ask_place", p=gone), f"There is no place [{gone}] in the scene."
 
 
-def _ambiguous(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+def ambiguous(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+    """The request names what could be either of two objects."""
     del held
     old = scene.goals[index].subject
     noun = noun_of(old)
@@ -228,7 +231,7 @@ def _ambiguous(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene
     pairs = [(first, w) if name == old else (name, w) for name, w in scene.objects]
     pairs.insert(rng.randint(0, len(pairs)), (second, twin_at))
     order = [name for name, _ in pairs if name in (first, second)]
-    spoiled = _with_goal(
+    spoiled = with_goal(
         replace(scene, objects=tuple(pairs)),
         index,
         Goal("at", noun, scene.goals[index].where),
@@ -238,7 +241,8 @@ def _ambiguous(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene
     return spoiled, think(rng, "ask_which", o=noun, a=order[0], b=order[1]), question
 
 
-def _locked(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+def locked(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+    """A place or door that the goal needs is locked."""
     del held
     goal = scene.goals[index]
     objects = dict(scene.objects)
@@ -254,7 +258,7 @@ def _locked(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, s
         raise Rejected("nothing to lock")
     lock = rng.choice(options)
     spoiled = replace(
-        _with_goal(scene, index, goal, (lock,)),
+        with_goal(scene, index, goal, (lock,)),
         locked=(*(n for n in scene.locked if n != lock), lock),
         opened=tuple(n for n in scene.opened if n != lock),
         on=tuple(n for n in scene.on if n != lock),
@@ -266,3 +270,11 @@ def _apart(scene: Scene, room: str) -> bool:
     """Whether the robot starts outside a room, so that its door matters."""
     start = scene.robots[0].place
     return all(p.room != room for p in scene.places if p.name == start)
+
+
+SPOILS = (missing_object, missing_place, ambiguous, locked)
+"""What makes one move of a scene impossible: (rng, held, scene, index of its goal) -> the scene
+with what cannot be done, the thought that finds it, and the question to the user.
+
+Raises Rejected: that move cannot be spoiled so.
+"""

@@ -1,0 +1,320 @@
+"""Tasks whose scene is in a picture: the text has the skills, the numbers of the places and the
+looks of the objects; where objects are, lids and lamps are only in the picture.
+
+An arm on a table plans by names alone, wherever they are. So requests also name an object by its
+place ("what is on plate_a"), and every tabletop task has such a request or a stack to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from thor_dflash.calib.planbench.drawing import DrawnScene, Undrawable, draw_scene
+from thor_dflash.calib.planbench.executor import PlanStep, World
+from thor_dflash.calib.planbench.families import (
+    Draft,
+    Rejected,
+    ambiguous,
+    locked,
+    missing_object,
+    missing_place,
+    plannable,
+    with_goal,
+)
+from thor_dflash.calib.planbench.phrasing import draw_wording, say, think
+from thor_dflash.calib.planbench.planner import GoalTrace, Unplannable, plan_text, plan_traces
+from thor_dflash.calib.planbench.render import goal_text, scene_text
+from thor_dflash.calib.planbench.scene import Goal, Scene
+from thor_dflash.calib.planbench.task import Split, Task, goal_key, task_of
+from thor_dflash.calib.planbench.words import held_out
+from thor_dflash.calib.planbench.worlds import household, tabletop
+
+THOUGHTS = {
+    "named": (
+        "Object {o} is the {l}{b} in area {k}, {p}, and has to get to {t}.",
+        "I see {o}, the {l}{b} in area {k}, {p}, it should go to {t}.",
+        "Take {o}, the {l}{b} in area {k}, {p}, to {t}.",
+    ),
+    "placed": (
+        "On {p}, area {k}, is the {l}, {o}, and it has to get to {t}.",
+        "The area {k}, {p}, has the {l}, {o}, which should go to {t}.",
+    ),
+    "blocked": (
+        "But the {l}, {o}, stands on it and must be moved away to {p}.",
+        "First the {l} on top, {o}, comes off, onto {p}.",
+    ),
+    "state": ("The {p}, area {k}, is {s}: {v}.", "I see that {p}, area {k}, is {s}, so {v}."),
+    "shut": ("The {p}, area {k}, is {s}: open it first.", "First open {p}, area {k}, it is {s}."),
+    "shown": ("Object {o} is the {l}{b} in area {k}, {p}.",),
+    "place shown": ("On {p}, area {k}, is the {l}, {o}.", "The area {k}, {p}, has the {l}, {o}."),
+    "state shown": ("The {p}, area {k}, is {s}.", "I see that {p}, area {k}, is {s}."),
+    "nothing": ("On {p}, area {k}, is nothing.", "The area {k}, {p}, is empty."),
+}
+"""Sentences of the thinking text that read the picture: first the look or the number, then what is
+there."""
+DESCRIBE = "Describe the picture."
+VERBS = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}
+
+
+@dataclass(frozen=True)
+class PicturedTask:
+    """A task, in whose text what the picture shows is missing. The picture comes after the text."""
+
+    task: Task
+    drawn: DrawnScene
+
+
+@dataclass(frozen=True)
+class _Thinker:
+    """Writes the thinking text of a scene."""
+
+    rng: Random
+    scene: Scene
+    drawn: DrawnScene
+    placed: dict[int, str]
+    """Goals whose object the request names by its place, and that place."""
+
+    def think(self, kind: str, **names: object) -> str:
+        return self.rng.choice(THOUGHTS[kind]).format(**names)
+
+    def area(self, place: str) -> int:
+        return self.drawn.areas[place].number
+
+    def goal(self, world: World, index: int) -> str:
+        """The sentence that states a goal and what the picture shows of it."""
+        goal = self.scene.goals[index]
+        if goal.kind != "at":
+            done = world.holds(goal)
+            verb = "nothing to do" if done else VERBS[goal.kind]
+            state, area = self._state(world, goal.subject), self.area(goal.subject)
+            return self.think("state", p=goal.subject, k=area, s=state, v=verb)
+        objects = frozenset(self.drawn.looks)
+        target = say(goal.where, objects)
+        if goal.where not in objects:
+            target = f"{target}, area {self.area(goal.where)}"
+        kind = "placed" if index in self.placed else "named"
+        return self.think(kind, **self._sight(world, goal.subject), t=target)
+
+    def description(self) -> str:
+        """What the picture shows, in sentences like those of plans, in random order."""
+        world = World(self.scene)
+        found = [self.think("shown", **self._sight(world, name)) for name in self.drawn.looks]
+        bases = [world.base(name) for name in self.drawn.looks]
+        for place, area in self.drawn.areas.items():
+            if state := self._state(world, place):
+                found.append(self.think("state shown", p=place, k=area.number, s=state))
+            if place not in bases:
+                found.append(self.think("nothing", p=place, k=area.number))
+        found += [
+            self.think("place shown", **self._sight(world, name))
+            for name, base in zip(self.drawn.looks, bases, strict=True)
+            if bases.count(base) == 1
+        ]
+        self.rng.shuffle(found)
+        return " ".join(found)
+
+    def _sight(self, world: World, thing: str) -> dict[str, object]:
+        """The names and numbers of a sentence about an object: where it is, and how it looks."""
+        start, base = world.where[thing], world.base(thing)
+        under = self.drawn.looks.get(start)
+        below = f' on the {under}, "{start}",' if under else ""
+        look = self.drawn.looks[thing]
+        return {"o": f'"{thing}"', "l": look, "b": below, "k": self.area(base), "p": base}
+
+    def steps(self, world: World, trace: GoalTrace) -> list[str]:
+        """The sentences about what is in the way, while the steps of a goal are run."""
+        found: list[str] = []
+        before = {place: self._state(world, place) for place in self.drawn.areas}
+        for index, step in enumerate(trace.steps):
+            if step.skill == "open" and trace.goal.kind != "open":
+                place = step.args["target"]
+                found.append(self.think("shut", p=place, k=self.area(place), s=before[place]))
+            elif step.skill == "pick" and step.args["object"] != trace.goal.subject:
+                thing, aside = step.args["object"], trace.steps[index + 1].args["on"]
+                look, name = self.drawn.looks[thing], say(thing, frozenset((thing,)))
+                found.append(self.think("blocked", l=look, o=name, p=aside))
+            world.apply(step)
+        return found
+
+    def traces(self, world: World, traces: list[GoalTrace]) -> list[str]:
+        """The sentences of goals that are reached one after the other."""
+        found: list[str] = []
+        for index, trace in enumerate(traces):
+            found += [self.goal(world, index), *self.steps(world, trace)]
+        return found
+
+    def _state(self, world: World, place: str) -> str:
+        lid = "open" if place in world.opened else "closed"
+        lid = "locked" if place in self.scene.locked else lid
+        power = "on" if place in world.on else "off"
+        shown = world.places[place]
+        return " and ".join([lid] * shown.openable + [power] * shown.device)
+
+
+def sample_pictured(family: str, seed: int | str, split: Split) -> PicturedTask:
+    """Draw one task with its picture. The same arguments give the same on every machine.
+
+    Raises:
+        ValueError: the family is unknown.
+    """
+    if family not in DRAFTS:
+        raise ValueError(f"family must be one of {', '.join(DRAFTS)} (got {family})")
+    rng, held = Random(f"planbench/pictured/{split}/{family}/{seed}"), split == "heldout"
+    while True:
+        try:
+            draft, drawn = DRAFTS[family](rng, held)
+        except (Rejected, Undrawable):
+            continue
+        if held_out(goal_key(draft.request_goals), 4) == held:
+            return PicturedTask(task_of(f"pictured/{family}/{seed}", family, split, draft), drawn)
+
+
+def heldout_pictured(count: int) -> list[PicturedTask]:
+    """Return the first held-out tasks, alternating the families."""
+    names = PICTURED_FAMILIES
+    return [
+        sample_pictured(names[i % len(names)], i // len(names), "heldout") for i in range(count)
+    ]
+
+
+def pictured_text(scene: Scene, drawn: DrawnScene) -> str:
+    """Skills, robot, and the legend of the picture."""
+    skills, robot = scene_text(scene).splitlines()[:2]
+    places = ", ".join(f"{area.number} {name}" for name, area in drawn.areas.items())
+    looks = ", ".join(f'"{name}" {look}' for name, look in drawn.looks.items())
+    return f"{skills}\n{robot}\nPlaces: {places}\nObjects: {looks}"
+
+
+def described(pictured: PicturedTask, rng: Random) -> tuple[str, str]:
+    """A request to describe a task's picture, and the answer. It trains to read pictures."""
+    scene, drawn = pictured.task.scene, pictured.drawn
+    text = f"{pictured_text(scene, drawn)}\nRequest: {DESCRIBE}"
+    return text, _Thinker(rng, scene, drawn, {}).description()
+
+
+def _tabletop(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:
+    scene = plannable(tabletop(rng, held))
+    traces, placed = plan_traces(scene), _placed(rng, scene, 0.85)
+    steps = _steps(traces)
+    moved = {goal.subject for goal in scene.goals}
+    if not placed and all(s.args["object"] in moved for s in steps):
+        raise Rejected("needs no picture")
+    return _planned(rng, held, scene, traces, placed)
+
+
+def _household(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:
+    scene = plannable(household(rng, held))
+    return _planned(rng, held, scene, plan_traces(scene), _placed(rng, scene, 0.5))
+
+
+def _placed(rng: Random, scene: Scene, chance: float) -> dict[int, str]:
+    """Draw the goals that name an object by its place: it is alone there, and nothing comes."""
+    world, wanted = World(scene), {goal.where for goal in scene.goals}
+    bases = [world.base(name) for name, _ in scene.objects]
+    found: dict[int, str] = {}
+    for index, goal in enumerate(scene.goals):
+        place = world.where.get(goal.subject, "")
+        alone = goal.kind == "at" and bases.count(place) == 1 and place not in wanted
+        if alone and rng.random() < chance:
+            found[index] = place
+    return found
+
+
+def _planned(
+    rng: Random, held: bool, scene: Scene, traces: list[GoalTrace], placed: dict[int, str]
+) -> tuple[Draft, DrawnScene]:
+    drawn = draw_scene(scene, rng)
+    thinker = _Thinker(rng, scene, drawn, placed)
+    thoughts = [think(rng, "start", n=len(scene.goals)), *thinker.traces(World(scene), traces)]
+    thinking = " ".join([*thoughts, think(rng, "end")])
+    plan = plan_text(goal_text(scene.goals), _steps(traces), None)
+    return _draft(rng, held, scene, drawn, placed, thinking, plan), drawn
+
+
+def _infeasible(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:
+    scene = plannable(rng.choice((tabletop, household))(rng, held))
+    index = rng.choice([i for i, goal in enumerate(scene.goals) if goal.kind == "at"])
+    spoil = rng.choice((missing_object, missing_place, ambiguous, locked, _empty))
+    spoiled, fact, question = spoil(rng, held, scene, index)
+    drawn = draw_scene(spoiled, rng)
+    placed = {index: spoiled.goals[index].subject} if spoil is _empty else {}
+    thinker, found = _Thinker(rng, spoiled, drawn, placed), [fact]
+    if spoil is _empty:
+        place = placed[index]
+        found = [thinker.think("nothing", p=place, k=thinker.area(place))]
+    elif spoil is locked:
+        found = [*_until_stuck(thinker), fact]
+    start, ask = think(rng, "start", n=len(spoiled.goals)), think(rng, "ask")
+    thinking = " ".join([start, *found, ask])
+    plan = plan_text(goal_text(spoiled.goals), [], question)
+    return _draft(rng, held, spoiled, drawn, placed, thinking, plan), drawn
+
+
+def _empty(rng: Random, held: bool, scene: Scene, index: int) -> tuple[Scene, str, str]:
+    """The request is for what is on a place where nothing is."""
+    del held
+    used = {goal.where for goal in scene.goals} | {where for _, where in scene.objects}
+    free = [p.name for p in scene.places if p.name not in used and (p.openable or not p.device)]
+    if not free:
+        raise Rejected("no place is empty")
+    place = rng.choice(free)
+    spoiled = with_goal(scene, index, Goal("at", place, scene.goals[index].where), (place,))
+    return spoiled, "", f"There is nothing on [{place}]."
+
+
+def _until_stuck(thinker: _Thinker) -> list[str]:
+    """The sentences up to the goal that meets the lock."""
+    scene, world = thinker.scene, World(thinker.scene)
+    for count in range(1, len(scene.goals) + 1):
+        try:
+            plan_traces(_first(scene, count))
+        except Unplannable:
+            if scene.goals[count - 1].kind != "at":
+                break
+            before = plan_traces(_first(scene, count - 1))
+            return [*thinker.traces(world, before), thinker.goal(world, count - 1)]
+    raise Rejected("no move meets the lock")
+
+
+def _first(scene: Scene, count: int) -> Scene:
+    return replace(scene, goals=scene.goals[:count])
+
+
+def _draft(
+    rng: Random,
+    held: bool,
+    scene: Scene,
+    drawn: DrawnScene,
+    placed: dict[int, str],
+    thinking: str,
+    plan: str,
+) -> Draft:
+    wording = draw_wording(rng, scene.goals, held)
+    lids = {p.name for p in scene.places if p.openable}
+    objects = {name for name, _ in scene.objects}
+    goals = list(scene.goals)
+    for index, goal in enumerate(goals):
+        if index in placed:
+            place = placed[index]
+            subject = f"what is {'in' if place in lids else 'on'} {place}"
+            goals[index] = Goal("at", subject, goal.where)
+        elif goal.kind == "at":
+            objects.add(goal.subject)
+    request = wording.render(tuple(goals), frozenset(objects))
+    prompt = f"{pictured_text(scene, drawn)}\nRequest: {request}"
+    return Draft(prompt, thinking, plan, scene, wording.template(scene.goals), scene.goals)
+
+
+def _steps(traces: list[GoalTrace]) -> list[PlanStep]:
+    return [step for trace in traces for step in trace.steps]
+
+
+DRAFTS: dict[str, Callable[[Random, bool], tuple[Draft, DrawnScene]]] = {
+    "tabletop": _tabletop,
+    "household": _household,
+    "infeasible": _infeasible,
+}
+PICTURED_FAMILIES = tuple(DRAFTS)
+"""Family names, in the order in which held-out tasks alternate."""
