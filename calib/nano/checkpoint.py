@@ -10,8 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import VOCAB, NanoDrafterDims, NanoTargetDims, tap_layers
+from thor_dflash.calib.nano.dims import (
+    VOCAB,
+    NanoDrafterDims,
+    NanoTargetDims,
+    NanoTowerDims,
+    tap_layers,
+)
 from thor_dflash.calib.nano.quant import global_scale, pack, unpack
+from thor_dflash.core.model_dims import FRAMES, MERGE, PATCH
 
 SHARD_BYTES = 15 << 20
 """Largest file of saved master weights, bytes."""
@@ -122,6 +129,65 @@ def write_target_config(
     _write(out / "generation_config.json", generation)
     if quant:
         _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
+
+
+def write_seeing_config(
+    out: Path, dims: NanoTargetDims, tower: NanoTowerDims, special: dict[str, int]
+) -> None:
+    """Write what `write_target_config` writes for a target with a vision tower, and its
+    preprocessor_config.json.
+    """
+    write_target_config(out, dims, special)
+    text = _target_config(dims, special)
+    quant = text.pop("quantization_config")
+    del text["architectures"]
+    vision = {
+        "model_type": "qwen3_5",
+        "depth": tower.depth,
+        "hidden_size": tower.hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": tower.intermediate,
+        "num_heads": tower.heads,
+        "in_channels": 3,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": FRAMES,
+        "num_position_embeddings": tower.positions**2,
+        "out_hidden_size": tower.out,
+        "deepstack_visual_indexes": [],
+        "initializer_range": 0.02,
+    }
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "image_token_id": special["<|image_pad|>"],
+        "video_token_id": special["<|video_pad|>"],
+        "vision_start_token_id": special["<|vision_start|>"],
+        "vision_end_token_id": special["<|vision_end|>"],
+        "text_config": text,
+        "vision_config": vision,
+        "quantization_config": quant | {"ignore": [*quant["ignore"], "*visual*"]},
+    }
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": tower.shortest, "longest_edge": tower.longest},
+        "patch_size": PATCH,
+        "temporal_patch_size": FRAMES,
+        "merge_size": MERGE,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 3,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+    }
+    _write(out / "config.json", config)
+    _write(out / "hf_quant_config.json", _hf_quant(config["quantization_config"], "FP8"))
+    _write(out / "preprocessor_config.json", processor)
 
 
 def _target_config(dims: NanoTargetDims, special: dict[str, int]) -> dict[str, Any]:

@@ -4,17 +4,19 @@ rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
-from thor_dflash.calib.planbench import FAMILIES, sample
+from thor_dflash.calib.planbench import FAMILIES, Task, sample
 
 ROW = 1024
 """Tokens of a packed row."""
@@ -24,6 +26,8 @@ PROMPT_WEIGHT = 0.1
 """Loss weight of prompt tokens: enough to learn copying from the request, too little to spend
 capacity on noise.
 """
+
+Thinking = Literal["on", "off", "cut"]
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,23 @@ def document(tokenizer: Tokenizer, family: str, seed: str) -> Document:
     task = sample(family, seed, "train")
     rng = Random(seed)
     kind = rng.random()
-    thinking = kind >= 0.21
-    prompt = tokenizer.encode(prompt_text(task, thinking)).ids
+    prompt = tokenizer.encode(prompt_text(task, kind >= 0.21)).ids
+    thinking: Thinking = "off" if kind < 0.21 else "cut" if kind < 0.36 else "on"
+    return answered(tokenizer, task, prompt, thinking, rng)
+
+
+def answered(
+    tokenizer: Tokenizer, task: Task, prompt: list[int], thinking: Thinking, rng: Random
+) -> Document:
+    """A document of a task's prompt and its canonical answer."""
     answer = tokenizer.encode(task.plan + "<|im_end|>").ids
     forced: list[int] = []
     thought: list[int] = []
-    if thinking and kind < 0.36:
+    if thinking == "cut":
         whole = tokenizer.encode(task.thinking + "\n").ids
         thought = whole[: rng.randint(0, len(whole) - 1)]
         forced = tokenizer.encode(CLOSE).ids
-    elif thinking:
+    elif thinking == "on":
         thought = tokenizer.encode(task.thinking + "\n</think>\n\n").ids
     ids = [*prompt, *thought, *forced, *answer]
     weight = (
@@ -91,32 +102,38 @@ def pack(docs: list[Document], seed: int) -> Rows:
     """Shuffle documents and pack them into rows without splitting any; the rest of a row is padding
     of weight 0.
     """
+    return fill(docs, bins(docs, seed))
+
+
+def bins(docs: Sequence[Document], seed: int) -> list[list[int]]:
+    """Shuffle documents into rows; the indices of the documents of each."""
     order = list(range(len(docs)))
     Random(seed).shuffle(order)
-    bins: list[list[int]] = []
+    found: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []
     for index in order:
         size = len(docs[index].ids)
         place = next((i for i, (_, space) in enumerate(open_bins) if space >= size), None)
         if place is None:
-            bins.append([index])
-            open_bins.append((len(bins) - 1, ROW - size))
+            found.append([index])
+            open_bins.append((len(found) - 1, ROW - size))
         else:
             which, space = open_bins.pop(place)
-            bins[which].append(index)
+            found[which].append(index)
             open_bins.append((which, space - size))
         # Only recent rows stay open, so that packing is linear in the number of documents.
         if len(open_bins) > 64:
             open_bins.pop(0)
-    Random(seed + 1).shuffle(bins)
-    return _fill(docs, bins)
+    Random(seed + 1).shuffle(found)
+    return found
 
 
-def _fill(docs: list[Document], bins: list[list[int]]) -> Rows:
-    shape = (len(bins), ROW)
+def fill(docs: Sequence[Document], rows: list[list[int]]) -> Rows:
+    """The packed rows of documents."""
+    shape = (len(rows), ROW)
     ids, pos = np.zeros(shape, np.int16), np.zeros(shape, np.int16)
     weight, answer = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
-    for row, members in enumerate(bins):
+    for row, members in enumerate(rows):
         at = 0
         for index in members:
             doc = docs[index]
@@ -127,6 +144,15 @@ def _fill(docs: list[Document], bins: list[list[int]]) -> Rows:
             at = end
         pos[row, at:] = np.arange(ROW - at)
     return Rows(ids, pos, weight, answer)
+
+
+def given(doc: Document, close: list[int]) -> list[int]:
+    """Return the prompt for the target: the document's prompt, followed by its cut thinking and the
+    closing text if it has those.
+    """
+    ids: list[int] = doc.ids.tolist()
+    forced = np.flatnonzero(doc.weight == 0)
+    return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
 
 
 def _slice(job: tuple[Path, str, int, int]) -> list[Document]:

@@ -77,6 +77,34 @@ class NanoDrafterDims:
 DFLASH2 = NanoDrafterDims(block=8, second=True)
 
 
+MROPE = (11, 11, 10)
+"""Pairs of a rotated head that turn by time, row and column. Source: Qwen3.5's mrope_section."""
+
+
+@dataclass(frozen=True)
+class NanoTowerDims:
+    """The vision tower. Its heads have the 27B's 72 columns, and its sizes are as awkward."""
+
+    hidden: int = 144
+    intermediate: int = 528
+    heads: int = 2
+    depth: int = 4
+    positions: int = 12
+    """Side of the table of positions."""
+    out: int = 320
+    """Hidden size of the target."""
+    theta: float = 1e4
+    eps: float = 1e-6
+    shortest: int = 128 * 128
+    longest: int = 256 * 256
+    """Least and most pixels of a resized image."""
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        return self.hidden // self.heads
+
+
 def tap_layers(target_layers: int, taps: int) -> list[int]:
     """Return the 0-based target layers whose output the drafter reads. Source: DFlash,
     ``build_target_layer_ids``.

@@ -34,10 +34,15 @@ class Blocks:
 
 
 def blocks(
-    dims: NanoDrafterDims, ids: Tensor, pos: Tensor, anchors: Tensor, mask_id: int
+    dims: NanoDrafterDims,
+    ids: Tensor,
+    pos: Tensor,
+    anchors: Tensor,
+    mask_id: int,
+    unseen: Tensor | None = None,
 ) -> Blocks:
     """Make the blocks of anchors [B, N] (indices into the packed rows). A block's context is all
-    tokens of its document before its anchor.
+    tokens of its document before its anchor, but those that are `unseen` [B, T].
     """
     batch, count = anchors.shape
     size, device = dims.block, ids.device
@@ -50,6 +55,8 @@ def blocks(
     owner = torch.arange(count, device=device).repeat_interleave(size)
     anchor = anchors.repeat_interleave(size, 1)
     past = (doc.gather(1, anchor)[:, :, None] == doc[:, None, :]) & (time < anchor[:, :, None])
+    if unseen is not None:
+        past = past & ~unseen[:, None, :]
     near = at[:, :, None] - pos[:, None, :] < dims.window
     same = owner[:, None] == owner[None, :]
     slot = row.repeat(count)

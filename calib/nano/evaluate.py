@@ -5,18 +5,21 @@ mean accept length.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
-from thor_dflash.calib.nano.rollout import rollout
+from thor_dflash.calib.nano.drafter import Blocks, NanoDrafter, blocks
+from thor_dflash.calib.nano.rollout import RolloutImages, rollout
 from thor_dflash.calib.nano.target import CHUNK, NanoTarget, packed_rows
 from thor_dflash.calib.nano.tokenizer import CLOSE, prompt_text
+from thor_dflash.calib.nano.vision import ImageRows, replaced
 from thor_dflash.calib.planbench import FAMILIES, Task, heldout, judge, sample
 
 LONGEST = 768
@@ -32,6 +35,14 @@ class GeneratedAnswer:
     task: Task
     prompt: list[int]
     made: list[int]
+    images: RolloutImages | None = None
+    """The image of the prompt, if it has one: a batch of one."""
+
+
+Context = Literal["index", "without images", "time"]
+"""Positions of the drafter's context rows: their indices; the same, without the rows of images; the
+target's positions in time.
+"""
 
 
 def answers(
@@ -57,9 +68,14 @@ def plan_of(tokenizer: Tokenizer, made: list[int]) -> str:
     return text.rsplit("</think>", 1)[-1].removesuffix("<|im_end|>").strip()
 
 
-def validity(tokenizer: Tokenizer, found: list[GeneratedAnswer], show: int) -> dict[str, float]:
+def validity(
+    tokenizer: Tokenizer,
+    found: list[GeneratedAnswer],
+    show: int,
+    families: Sequence[str] = FAMILIES,
+) -> dict[str, float]:
     """Return the share of valid plans per family and overall; print the first ``show`` failures."""
-    hits: dict[str, list[bool]] = {family: [] for family in FAMILIES}
+    hits: dict[str, list[bool]] = {family: [] for family in families}
     for answer in found:
         plan = plan_of(tokenizer, answer.made)
         verdict = judge(answer.task, plan)
@@ -82,6 +98,7 @@ def accept_lengths(
     found: list[GeneratedAnswer],
     mask_id: int,
     taps: tuple[int, ...],
+    context: Context = "index",
 ) -> list[float]:
     """Return the committed tokens per verify of each output, including the bonus token, as the
     decode loop would commit them.
@@ -99,7 +116,21 @@ def accept_lengths(
         pos = torch.arange(size, device=device)[None]
         first, stop = len(answer.prompt) - 1, len(whole) - 1
         anchors = torch.arange(first, stop, device=device)[None]
-        drafts = draft_tokens(target, drafter, ids, pos, anchors, mask_id, taps)[0]
+        x, turn, unseen = target.embed(ids), pos, None
+        if answer.images is not None:
+            rows, turn = answer.images.rows, answer.images.turn[:, :size]
+            x = replaced(x, ImageRows(rows.slot[:, :size], rows.values))
+            if context == "without images":
+                unseen = rows.slot[:, :size] >= 0
+        places = pos
+        if unseen is not None:
+            places = pos - unseen.cumsum(1)
+        elif context == "time":
+            places = turn[..., 0] if turn.ndim == 3 else turn
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            _, kept = target(x, packed_rows(pos, turn), False, taps)
+        placed = blocks(drafter.dims, ids, places, anchors, mask_id, unseen)
+        drafts = draft_tokens(target, drafter, torch.cat(kept, -1), ids, places, anchors, placed)[0]
         offsets = anchors[0][:, None] + torch.arange(1, drafts.shape[1] + 1, device=device)
         right = (drafts == ids[0][offsets.clamp(max=size - 1)]) & (offsets <= stop)
         matched = right.int().cumprod(-1).sum(-1).tolist()
@@ -114,24 +145,19 @@ def accept_lengths(
 def draft_tokens(
     target: NanoTarget,
     drafter: NanoDrafter,
+    taps: Tensor,
     ids: Tensor,
     pos: Tensor,
     anchors: Tensor,
-    mask_id: int,
-    taps: tuple[int, ...],
+    placed: Blocks,
 ) -> Tensor:
     """Return the drafts [B, N, 15] of every anchor, 7 of a DFlash2 drafter. The models' weights are
     used as they are, without quantisation.
     """
-    device = ids.device
+    device, table = ids.device, target.embed_tokens.weight
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        _, kept = target(ids, packed_rows(pos), False, taps)
-        rows = blocks(drafter.dims, ids, pos, anchors, mask_id)
-        out = drafter(target.embed_tokens.weight, torch.cat(kept, -1), pos, rows, False)
-        hidden, table = (
-            out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:],
-            target.embed_tokens.weight,
-        )
+        out = drafter(table, taps, pos, placed, False)
+        hidden = out.unflatten(1, (-1, drafter.dims.block))[:, :, 1:]
         if drafter.candidate_selector is not None:
             last = ids.gather(1, anchors)
             return drafter.candidate_selector.walk(hidden, table, last, table.shape[0])

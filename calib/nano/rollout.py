@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thor_dflash.calib.nano.dims import NanoTargetDims
 from thor_dflash.calib.nano.target import Attention, Gdn, NanoTarget, norm1
+from thor_dflash.calib.nano.vision import ImageRows, replaced
 
 GRAPH_WARMUP = 3
 CHECK_EVERY = 32
@@ -38,10 +39,26 @@ class RolloutState:
     """Per layer: (K, V) [B, Hkv, T, 256], or (conv tail [B, 3, channels], F32 state [B, Hv, 128,
     128]).
     """
+    images: RolloutImages | None
+
+
+@dataclass(frozen=True)
+class RolloutImages:
+    """The images of prompts."""
+
+    rows: ImageRows
+    """Its slots are [B, T]."""
+    turn: Tensor
+    """[B, T, 3] positions by which heads turn."""
 
 
 def rollout(
-    model: NanoTarget, prompts: list[list[int]], longest: int, usable: int, ends: tuple[int, ...]
+    model: NanoTarget,
+    prompts: list[list[int]],
+    longest: int,
+    usable: int,
+    ends: tuple[int, ...],
+    images: RolloutImages | None = None,
 ) -> list[list[int]]:
     """Return greedy continuations, end token included. Only the first ``usable`` ids are chosen,
     never padded rows of the vocabulary.
@@ -49,7 +66,7 @@ def rollout(
     The model's weights are used as they are; nothing is quantised here.
     """
     device = model.embed_tokens.weight.device
-    state = _start(model.dims, prompts, longest, device)
+    state = _start(model.dims, prompts, longest, device, images)
     stops = torch.tensor(ends, device=device)
 
     def step() -> None:
@@ -70,7 +87,11 @@ def rollout(
 
 
 def _start(
-    dims: NanoTargetDims, prompts: list[list[int]], longest: int, device: torch.device
+    dims: NanoTargetDims,
+    prompts: list[list[int]],
+    longest: int,
+    device: torch.device,
+    images: RolloutImages | None,
 ) -> RolloutState:
     batch = len(prompts)
     ids = torch.zeros(batch, longest, dtype=torch.long)
@@ -93,17 +114,19 @@ def _start(
             caches.append((tail, states))
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     at = torch.zeros(1, dtype=torch.long, device=device)
-    return RolloutState(
-        ids.to(device), lengths, at, torch.zeros(batch, dtype=torch.bool, device=device), caches
-    )
+    ended = torch.zeros(batch, dtype=torch.bool, device=device)
+    return RolloutState(ids.to(device), lengths, at, ended, caches, images)
 
 
 def _step(model: NanoTarget, state: RolloutState, usable: int, stops: Tensor) -> None:
-    x = F.embedding(state.ids.index_select(1, state.at), model.embed_tokens.weight)
+    x, turn = model.embed(state.ids.index_select(1, state.at)), state.at.expand(len(state.ids), 1)
+    if state.images is not None:
+        rows, turn = state.images.rows, state.images.turn.index_select(1, state.at)
+        x = replaced(x, ImageRows(rows.slot.index_select(1, state.at), rows.values))
     for layer, cache in zip(model.layers, state.caches, strict=True):
         h = norm1(x, layer.input_layernorm.weight, layer.eps)
         mixed = (
-            _attention(layer.self_attn, h, state.at, cache)
+            _attention(layer.self_attn, h, state.at, turn, cache)
             if layer.full
             else _gdn(layer.linear_attn, h, cache)
         )
@@ -119,9 +142,11 @@ def _step(model: NanoTarget, state: RolloutState, usable: int, stops: Tensor) ->
     state.at.copy_(following)
 
 
-def _attention(layer: Attention, h: Tensor, at: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+def _attention(
+    layer: Attention, h: Tensor, at: Tensor, turn: Tensor, cache: tuple[Tensor, Tensor]
+) -> Tensor:
     keys, values = cache
-    q, gate, k, v = layer.project(h, at.expand(h.shape[0], 1), False)
+    q, gate, k, v = layer.project(h, turn, False)
     keys.index_copy_(2, at, k.to(keys.dtype))
     values.index_copy_(2, at, v.to(values.dtype))
     seen = (torch.arange(keys.shape[2], device=at.device) <= at)[None, None, None]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thor_dflash.calib.nano.dims import NanoTargetDims
+from thor_dflash.calib.nano.dims import MROPE, NanoTargetDims
 from thor_dflash.calib.nano.quant import fake_quant, fp8_cache, global_scale
 
 CHUNK = 64
@@ -32,14 +32,16 @@ class PackedRows:
     """[B, 1, T, T] True where the query (row) may see the key (column): same document, key not
     later.
     """
+    turn: Tensor
+    """Positions by which heads turn: [B, T], or [B, T, 3] for time, row and column."""
 
 
-def packed_rows(pos: Tensor) -> PackedRows:
+def packed_rows(pos: Tensor, turn: Tensor | None = None) -> PackedRows:
     """Return the packing of rows whose documents start where ``pos`` is 0."""
     doc = (pos == 0).cumsum(1)
     time = torch.arange(pos.shape[1], device=pos.device)
     mask = (doc[:, :, None] == doc[:, None, :]) & (time[:, None] >= time[None, :])
-    return PackedRows(pos, mask[:, None])
+    return PackedRows(pos, mask[:, None], pos if turn is None else turn)
 
 
 def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,10 +53,20 @@ def norm1(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, pos: Tensor, dims: int, theta: float) -> Tensor:
-    """Rotate the first ``dims`` features, NeoX style; x is [B, H, T, head], pos [B, T]."""
+    """Rotate the first ``dims`` features, NeoX style; x is [B, H, T, head], pos [B, T], or
+    [B, T, 3] of which each pair takes one (MROPE).
+    """
     half = dims // 2
-    freq = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = pos[:, None, :, None].float() * freq
+    pairs = torch.arange(half, device=x.device)
+    freq = theta ** (-pairs.float() / half)
+    if pos.ndim == 3:
+        # Pairs t h w t h w ..., h and w as often as their sections say; the rest is t.
+        row = (pairs % 3 == 1) & (pairs < 3 * MROPE[1])
+        column = (pairs % 3 == 2) & (pairs < 3 * MROPE[2])
+        each = pos[..., row.long() + 2 * column]
+    else:
+        each = pos[..., None]
+    angle = each[:, None].float() * freq
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x[..., :half].float(), x[..., half:dims].float(), x[..., dims:]
     return torch.cat(
@@ -147,7 +159,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rows: PackedRows, quant: bool) -> Tensor:
         """Rows [B, T, D] -> [B, T, D]."""
-        q, gate, k, v = self.project(x, rows.pos, quant)
+        q, gate, k, v = self.project(x, rows.turn, quant)
         return self.attend(q, gate, k, v, rows.mask, quant)
 
 
@@ -291,18 +303,21 @@ class NanoTarget(nn.Module):
         self.norm = Norm(dims.hidden)
 
     def forward(
-        self, ids: Tensor, rows: PackedRows, quant: bool, taps: tuple[int, ...] = ()
+        self, x: Tensor, rows: PackedRows, quant: bool, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return hidden rows after the final norm [B, T, D], and the residual stream after the
-        tapped layers.
+        """Embedded tokens [B, T, D] -> hidden rows after the final norm [B, T, D], and the residual
+        stream after the tapped layers.
         """
-        x = F.embedding(ids, self.embed_tokens.weight)
         kept: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             x = layer(x, rows, quant)
             if index in taps:
                 kept.append(x)
         return norm1(x, self.norm.weight, self.dims.eps), kept
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows [B, T, D] of tokens [B, T]."""
+        return F.embedding(ids, self.embed_tokens.weight)
 
     def cache_as_fp8(self, rounded: bool) -> None:
         """Choose whether K and V are rounded as by an FP8 cache."""

@@ -99,6 +99,29 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 {%- endif %}
 """
+SEEING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{%- set text = message.content | trim %}\n",
+    """\
+{%- set parts = namespace(text='') %}
+{%- if message.content is string %}
+{%- set parts.text = message.content %}
+{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' and message.role != 'user' %}
+{{- raise_exception('images must be in messages of role user (got ' + message.role + ').') }}
+{%- elif part.type == 'image' %}
+{%- set parts.text = parts.text + '<|vision_start|><|image_pad|><|vision_end|>' %}
+{%- elif part.type == 'text' %}
+{%- set parts.text = parts.text + part.text %}
+{%- else %}
+{{- raise_exception('parts must be text or image (got ' + part.type + ').') }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- set text = parts.text | trim %}
+""",
+)
+"""The chat template of a target with a vision tower: contents are texts, or lists of parts."""
 
 
 def prompt_text(task: Task, thinking: bool) -> str:

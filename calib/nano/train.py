@@ -9,78 +9,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from thor_dflash.calib.nano import checkpoint, corpus, evaluate
-from thor_dflash.calib.nano.dims import DFLASH2, NanoDrafterDims, NanoTargetDims, tap_layers
+from thor_dflash.calib.nano import checkpoint, corpus, evaluate, eyes
+from thor_dflash.calib.nano.dims import NanoTargetDims, NanoTowerDims, tap_layers
 from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
-from thor_dflash.calib.nano.optim import Optimiser, rate_at
+from thor_dflash.calib.nano.loop import TrainingRun, compile_layers, mean_loss, optimise
 from thor_dflash.calib.nano.rollout import rollout
-from thor_dflash.calib.nano.target import NanoTarget, packed_rows
-from thor_dflash.calib.nano.tokenizer import SPECIAL, train_tokenizer
-
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-SAVE_EVERY = 100
-"""Steps between saves of the master weights."""
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """The parsed command line."""
-
-    models: Path
-    work: Path
-    device: torch.device
-    docs: int
-    rows: int
-    """Packed rows per step."""
-    anchors: int
-    """Blocks per packed row, for the drafter."""
-    steps: int
-    seconds: float
-    begin: float
-    """Fraction of the learning-rate schedule at which this call starts; a long run may be split
-    into several calls.
-    """
-    finish: float
-    """Fraction at which it ends."""
-    workers: int
-    compiled: bool
-    rollouts: int
-    held: int
-    drafter: int
-    """1: DFlash; 2: DFlash2."""
-    quant: bool
-    """Whether the target is trained through NVFP4 and an FP8 cache, and exported as NVFP4. If not,
-    it is a BF16 model, to test quantising after training.
-    """
-    start: Path | None
-    """Exported target whose weights training starts from, if there are no master weights."""
-
-    @property
-    def drafter_dims(self) -> NanoDrafterDims:
-        """Sizes of the drafter."""
-        return DFLASH2 if self.drafter == 2 else NanoDrafterDims()
-
-    @property
-    def target_dir(self) -> Path:
-        """The target's checkpoint directory."""
-        return self.models / "target"
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The trained tokenizer."""
-        return Tokenizer.from_file(str(self.target_dir / "tokenizer.json"))
+from thor_dflash.calib.nano.target import NanoTarget, PackedRows, packed_rows
+from thor_dflash.calib.nano.tokenizer import SEEING_TEMPLATE, SPECIAL, train_tokenizer
+from thor_dflash.calib.nano.vision import SeeingTarget
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stage",
         nargs="+",
         required=True,
-        choices=["tokenizer", "target", "drafter", "export", "eval"],
+        choices=["tokenizer", "tower", "target", "drafter", "export", "eval"],
     )
     parser.add_argument("--models", type=Path, default=Path("models/planner-nano"))
     parser.add_argument("--work", type=Path, default=Path("build/nano"))
@@ -119,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-quant", dest="quant", action="store_false", help="train and export a BF16 target"
     )
+    parser.add_argument("--eyes", action="store_true", help="the target has a vision tower")
+    parser.add_argument("--pictures", type=int, default=60_000, help="of the stage `tower`")
+    parser.add_argument(
+        "--tower-seconds", type=float, default=30.0, help="training time of the stage `tower`"
+    )
     parser.add_argument("--start", type=Path, help="exported target to start from")
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
     return parser
@@ -134,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     stages = {
         "tokenizer": lambda: train_tokenizer(run.target_dir, 4000),
-        "target": lambda: train_target(run),
+        "tower": lambda: eyes.train_tower(run),
+        "target": lambda: eyes.train_seeing(run) if run.eyes else train_target(run),
         "drafter": lambda: train_drafter(run),
         "export": lambda: export(run),
         "eval": lambda: evaluate_all(run),
@@ -169,50 +117,38 @@ def train_target(run: TrainingRun) -> None:
     )
     data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.weight)]
 
-    entropy = _compile(run, model, mean_loss)
+    entropy = compile_layers(run, model.layers, mean_loss)
 
     def loss(ids: Tensor, pos: Tensor, weight: Tensor) -> Tensor:
-        hidden, _ = model(ids, packed_rows(pos), run.quant)
+        hidden, _ = model(model.embed(ids.long()), packed_rows(pos.long()), run.quant)
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
-        return entropy(hidden[:, :-1], model.embed_tokens.weight, ids[:, 1:], seen)
+        return entropy(hidden[:, :-1], model.embed_tokens.weight, ids[:, 1:].long(), seen)
 
-    _optimise(run, model, "target", loss, data)
+    optimise(run, model, "target", loss, data)
 
 
 def train_drafter(run: TrainingRun) -> None:
     """Train the drafter on greedy outputs of the frozen exported target; one in five documents is
     from the corpus instead.
     """
-    target = load_target(run)
-    tokenizer = run.tokenizer
-    docs = target_documents(run, target) + corpus.documents(
-        run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers
-    )
-    rows = corpus.pack(docs, 7)
-    print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
-    model = NanoDrafter(run.drafter_dims).to(run.device)
-    stem = model.dims.stem
-    resumed = checkpoint.load_master(model, run.work, stem)
-    if model.dims.second and not resumed:
-        # As a DFlash drafter until its convolutions and its selector have learnt something.
-        checkpoint.load_exported(model, "", run.models / "drafter", partly=True)
-    print(
-        f"drafter: {sum(p.numel() for p in model.parameters()):,} parameters, resumed: {resumed}",
-        flush=True,
-    )
-    data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)]
-    mask_id = tokenizer.token_to_id("<|audio_start|>")
+    seeing = eyes.load_seeing(run) if run.eyes else None
+    target = load_target(run) if seeing is None else seeing.language_model
+    data, inputs = _rows(run, target) if seeing is None else eyes.drafter_rows(run, seeing)
+    model = _drafter(run)
+    mask_id = run.tokenizer.token_to_id("<|audio_start|>")
     taps = tuple(tap_layers(target.dims.layers, model.dims.taps))
     size = model.dims.block
-    _compile(run, target, mean_loss)
-    entropy = _compile(run, model, mean_loss)
+    compile_layers(run, target.layers, mean_loss)
+    entropy = compile_layers(run, model.layers, mean_loss)
     decay = torch.exp(-torch.arange(size - 1, device=run.device) / model.dims.gamma)
 
     selector = model.candidate_selector
 
-    def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
+    def loss(ids: Tensor, pos: Tensor, answer: Tensor, *images: Tensor) -> Tensor:
+        ids, pos = ids.long(), pos.long()
         with torch.no_grad():
-            _, kept = target(ids, packed_rows(pos), False, taps)
+            x, packing = inputs(ids, pos, *images)
+            _, kept = target(x, packing, False, taps)
         anchors = torch.topk(
             torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1
         ).indices
@@ -233,25 +169,33 @@ def train_drafter(run: TrainingRun) -> None:
         chosen = (before.view(ahead.shape), wanted.view(ahead.shape), weight)
         return value + selector.loss(hidden, target.embed_tokens.weight, *chosen)
 
-    _optimise(run, model, stem, loss, data)
+    optimise(run, model, model.dims.stem, loss, data)
 
 
-def mean_loss(hidden: Tensor, table: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
-    """Return the weighted mean cross entropy of normed rows [.., D] for ids [..], tied head."""
-    scores = F.linear(hidden, table).float().flatten(0, -2)
-    each = F.cross_entropy(scores, wanted.flatten(), reduction="none")
-    return (each * weight.flatten()).sum() / weight.sum()
+def _drafter(run: TrainingRun) -> NanoDrafter:
+    """The drafter with its master weights, or with those of the drafter that it begins as."""
+    model = NanoDrafter(run.drafter_dims).to(run.device)
+    resumed = checkpoint.load_master(model, run.work, model.dims.stem)
+    if (model.dims.second or run.eyes) and not resumed:
+        # A DFlash2 drafter is one of DFlash until what it has besides has learnt something.
+        checkpoint.load_exported(model, "", run.models / "drafter", partly=True)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"drafter: {count:,} parameters, resumed: {resumed}", flush=True)
+    return model
 
 
-def _compile(run: TrainingRun, model: NanoTarget | NanoDrafter, loss: Loss) -> Loss:
-    """Compile the loss, and the model layer by layer, which takes a tenth of the time of compiling
-    it as a whole.
-    """
-    if not run.compiled:
-        return loss
-    for layer in model.layers:
-        layer.compile()
-    return torch.compile(loss)
+def _rows(run: TrainingRun, target: NanoTarget) -> tuple[list[Tensor], eyes.Inputs]:
+    """Rows of a target's outputs and of the corpus, and how the target embeds them."""
+    docs = target_documents(run, target) + corpus.documents(
+        run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers
+    )
+    rows = corpus.pack(docs, 7)
+    print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
+
+    def inputs(ids: Tensor, pos: Tensor) -> tuple[Tensor, PackedRows]:
+        return target.embed(ids), packed_rows(pos)
+
+    return [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)], inputs
 
 
 def target_documents(run: TrainingRun, target: NanoTarget) -> list[corpus.Document]:
@@ -263,64 +207,13 @@ def target_documents(run: TrainingRun, target: NanoTarget) -> list[corpus.Docume
     ends = (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
     made: list[corpus.Document] = []
     for first in range(0, len(drawn), 1024):
-        prompts = [_given(doc, close) for doc in drawn[first : first + 1024]]
+        prompts = [corpus.given(doc, close) for doc in drawn[first : first + 1024]]
         outputs = rollout(target, prompts, 640, tokenizer.get_vocab_size(), ends)
         for prompt, output in zip(prompts, outputs, strict=True):
             ids = np.array(prompt + output, np.int16)
             made.append(corpus.Document(ids, np.ones(len(ids), np.float32), len(prompt)))
     print(f"rollouts: {len(made)} outputs, {time.time() - start:.0f} s", flush=True)
     return made
-
-
-def _given(doc: corpus.Document, close: list[int]) -> list[int]:
-    """Return the prompt for the target: the document's prompt, followed by its cut thinking and the
-    closing text if it has those.
-    """
-    ids = doc.ids.tolist()
-    forced = np.flatnonzero(doc.weight == 0)
-    return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
-
-
-def _optimise(
-    run: TrainingRun,
-    model: torch.nn.Module,
-    stem: str,
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-    data: list[Tensor],
-) -> None:
-    optimiser = Optimiser(model)
-    cast = torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda")
-    total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
-    rng = Random(1)
-    begun = time.time()
-    start = begun
-    for step in range(run.steps):
-        if len(order) < run.rows:
-            generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-            order = torch.randperm(total, generator=generator)
-        chosen, order = order[: run.rows].to(run.device), order[run.rows :]
-        ids, pos, third = (part[chosen] for part in data)
-        with cast:
-            value = loss(ids.long(), pos.long(), third)
-        value.backward()
-        progress = max(step / run.steps, (time.time() - start) / run.seconds)
-        place = run.begin + (run.finish - run.begin) * min(1.0, progress)
-        optimiser.step(rate_at(place) * min(1.0, (step + 1) / 50))
-        if step % 100 == 0 or step == 5:
-            print(
-                f"{stem} step {step} loss {value.item():.4f} progress {progress:.3f} "
-                f"{time.time() - begun:.0f} s",
-                flush=True,
-            )
-        if step == 5:
-            # Compilation is done: the schedule's time starts here.
-            start = time.time()
-        if step % SAVE_EVERY == SAVE_EVERY - 1:
-            checkpoint.save_master(model, run.work, stem)
-        if progress >= 1.0:
-            break
-    checkpoint.save_master(model, run.work, stem)
-    print(f"{stem}: {step + 1} steps of {run.rows} rows, {time.time() - begun:.0f} s", flush=True)
 
 
 def load_target(run: TrainingRun) -> NanoTarget:
@@ -337,31 +230,40 @@ def export(run: TrainingRun) -> None:
     """
     tokenizer = run.tokenizer
     special = {text: tokenizer.token_to_id(text) for text in SPECIAL}
-    target, drafter = NanoTarget(NanoTargetDims()), NanoDrafter(run.drafter_dims)
+    drafter = NanoDrafter(run.drafter_dims)
+    dims, tower = NanoTargetDims(), NanoTowerDims()
+    target = SeeingTarget(dims, tower) if run.eyes else NanoTarget(dims)
     if (
-        checkpoint.load_master(target, run.work, "target")
+        checkpoint.load_master(target, run.work, "seeing" if run.eyes else "target")
         or not (run.target_dir / "model.safetensors").exists()
     ):
         checkpoint.export_weights(target, "model.", run.target_dir, quant=run.quant)
-    checkpoint.write_target_config(run.target_dir, target.dims, special, quant=run.quant)
+    if run.eyes:
+        checkpoint.write_seeing_config(run.target_dir, dims, tower, special)
+        (run.target_dir / "chat_template.jinja").write_text(SEEING_TEMPLATE)
+    else:
+        checkpoint.write_target_config(run.target_dir, dims, special, quant=run.quant)
     folder = run.models / drafter.dims.stem
     if (
         checkpoint.load_master(drafter, run.work, drafter.dims.stem)
         or not (folder / "model.safetensors").exists()
     ):
         checkpoint.export_weights(drafter, "", folder)
-    checkpoint.write_drafter_config(folder, drafter.dims, target.dims, special["<|audio_start|>"])
+    checkpoint.write_drafter_config(folder, drafter.dims, dims, special["<|audio_start|>"])
 
 
 def evaluate_all(run: TrainingRun) -> None:
     """Evaluate the exported checkpoints on held-out tasks; print the results and write them to
     ``<work>/eval.json``.
     """
-    target = load_target(run)
+    seeing = eyes.load_seeing(run) if run.eyes else None
+    target = load_target(run) if seeing is None else seeing.language_model
     drafter = NanoDrafter(run.drafter_dims).to(run.device)
     checkpoint.load_exported(drafter, "", run.models / drafter.dims.stem)
     taps = tuple(tap_layers(target.dims.layers, drafter.dims.taps))
     result = evaluate.report(target, drafter, run.tokenizer, run.held, taps)
+    if seeing is not None:
+        result |= eyes.seeing_report(seeing, drafter, run, taps)
     run.work.mkdir(parents=True, exist_ok=True)
     evaluate.write_report(run.work / "eval.json", result)
 

@@ -18,10 +18,13 @@ from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 
 @contextmanager
-def opened(shape: str, reduced: bool, reporter: Reporter) -> Iterator[CudaBench]:
-    """An open package of random weights."""
+def opened(
+    shape: str, reduced: bool, reporter: Reporter, *, vision: bool = False
+) -> Iterator[CudaBench]:
+    """An open package of random weights, with a vision tower if wanted."""
     variant = next(variants(Config(), ablations=False))
-    variant = replace(variant, build=replace(variant.build, engine="cuda", vision="off"))
+    build = replace(variant.build, engine="cuda", vision="on" if vision else "off")
+    variant = replace(variant, build=build)
     cubins = variant.engine.cubins_directory
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
