@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thor_dflash.calib import plan_requests
@@ -10,6 +11,7 @@ from thor_dflash.calib.planbench import FAMILIES, sample
 from thor_dflash.calib.planbench.task import Split
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Progress
+from thor_dflash.runtime.decoding.telemetry import BlockDrafts
 from thor_dflash.runtime.session import Session
 
 UNSEEN = 3
@@ -47,13 +49,25 @@ def roll_out(session: Session, count: int, progress: Progress) -> Rollouts:
             thinking = i // len(FAMILIES) // UNSEEN % 2 == 0
             request = plan_requests.request_of(session, task, thinking=thinking, most=LONGEST)
             tokens = plan_requests.tokens_of(session.generate(request))
-            spec = session.report().spec
+            report = session.report()
+            spec = report.spec
             committed += spec.cycles * spec.accept_len
             cycles += spec.cycles
-            opened = tokens.index(end) + 1 if end is not None and end in tokens else 0
-            made += [
-                AnswerTokens("thinking", tokens[:opened], unseen),
-                AnswerTokens("plan", tokens[opened:], unseen),
-            ]
+            thought = tokens.index(end) + 1 if end is not None and end in tokens else 0
+            made.append(
+                AnswerTokens(
+                    "plan", tokens, thought, frozenset(refused(report.drafts, len(tokens))), unseen
+                )
+            )
             bar.advance(1)
-    return Rollouts([answer for answer in made if answer.tokens], committed / max(1.0, cycles))
+    return Rollouts(made, committed / max(1.0, cycles))
+
+
+def refused(blocks: Sequence[BlockDrafts], count: int) -> Iterator[int]:
+    """Yield the indices, in an answer of `count` tokens, of those that were drafted otherwise."""
+    begin = 0
+    for block in blocks:
+        at = begin + block.accepted
+        if block.accepted < block.drafted and at < count:
+            yield at
+        begin = at + 1

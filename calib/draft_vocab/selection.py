@@ -32,6 +32,7 @@ HELD = 10
 """One document of so many is not counted: coverage is measured on it."""
 WRITTEN = (THINK, END_THINK, *TOOL_MARKS, "<|im_start|>", "<|im_end|>")
 """Added tokens that a template or a model writes in an answer."""
+THINKING = "thinking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,12 @@ class AnswerTokens:
     """What a model has written, or would: one answer."""
 
     label: str
-    """Class of text: thinking, plan, ..."""
+    """Class of text: plan, ..."""
     tokens: tuple[int, ...]
+    thought: int = 0
+    """How many of the first tokens are thinking, a class of its own."""
+    refused: frozenset[int] = frozenset()
+    """Indices of tokens in place of which the drafter, with all ids, has another."""
     unseen: bool = False
     """Whether it has names that no counted answer has: only coverage is measured on it."""
 
@@ -94,11 +99,16 @@ class Candidates:
         kept = set(self.ids[:size])
         found: dict[str, list[int]] = {"all": [0, 0]}
         for answer in self.held:
-            inside = sum(token in kept for token in answer.tokens)
-            for label in ("all", answer.label):
-                row = found.setdefault(label, [0, 0])
-                row[0] += len(answer.tokens)
-                row[1] += inside
+            parts = {
+                THINKING: answer.tokens[: answer.thought],
+                answer.label: answer.tokens[answer.thought :],
+                "all": answer.tokens,
+            }
+            for label, tokens in parts.items():
+                if tokens:
+                    row = found.setdefault(label, [0, 0])
+                    row[0] += len(tokens)
+                    row[1] += sum(token in kept for token in tokens)
         return {label: Coverage(*row) for label, row in found.items()}
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
 from thor_dflash.builders.checkpoint.shards import TensorEntry
 from thor_dflash.builders.checkpoint.target import EMBEDDING, HEAD, read_target
-from thor_dflash.calib.draft_vocab.selection import Candidates, Coverage
+from thor_dflash.calib.draft_vocab.selection import AnswerTokens, Candidates, Coverage
 from thor_dflash.calib.quantize.linear_rows import LinearRows, ShardReader
 from thor_dflash.calib.quantize.plan_report import THOR
 
 STEPS = 16
 """Sizes are tried in steps of this part of the vocabulary."""
+LOSS = 0.01
+"""A list that loses more of the accept length is never recommended."""
+WORTH = 1.002
+"""Speed, over that with all ids, below which a list is not worth having."""
 BYTES = {WeightFormat.NVFP4: 9 / 16, WeightFormat.FP8: 1.0, WeightFormat.F32: 4.0}
 """Bytes of a weight, scales included; of the others 2."""
 
@@ -49,7 +55,7 @@ class TradeOff:
     gain: float
     """How much shorter a cycle is, a share."""
     loss: float
-    """How much shorter the accept length is, a share: see `loss`."""
+    """How much shorter the accept length is, a share."""
 
     @property
     def speed(self) -> float:
@@ -98,35 +104,59 @@ def probability(length: float, block: int) -> float:
     return high
 
 
-def loss(length: float, covered: float, block: int) -> float:
-    """By how much the accept length falls, a share, if drafts are right independently of each other
-    and of the list: an estimate.
+def drawn(answer: AnswerTokens, length: float, block: int, seed: int) -> AnswerTokens:
+    """The answer as if drafts were right at random, so that cycles commit `length` tokens."""
+    rng, right = random.Random(seed), probability(length, block)
+    wrong = (i for i in range(len(answer.tokens)) if rng.random() >= right)
+    return replace(answer, refused=frozenset(wrong))
+
+
+def cycles(answer: AnswerTokens, kept: Container[int], block: int) -> int:
+    """Cycles that write an answer if only these ids are drafted: each ends with the first token
+    that cannot be drafted or was drafted otherwise, or with the one after its last draft.
     """
-    right = probability(length, block)
-    return 1 - accept_length(right * covered, block) / accept_length(right, block)
+    count = at = 0
+    while at < len(answer.tokens):
+        drafts = range(at, min(at + block - 1, len(answer.tokens)))
+        stops = (i for i in drafts if i in answer.refused or answer.tokens[i] not in kept)
+        at = next(stops, at + block - 1) + 1
+        count += 1
+    return count
 
 
-def trade_off(found: Candidates, cost: CycleCost, length: float, size: int) -> TradeOff:
+def loss(found: Candidates, size: int, block: int) -> float:
+    """By how much the accept length of the held-out answers falls, a share, with a list of this
+    size: an estimate, since drafts after a token outside the list may differ.
+    """
+    kept, every = set(found.ids[:size]), range(2**31)
+    whole = sum(cycles(answer, every, block) for answer in found.held)
+    return 1 - whole / sum(cycles(answer, kept, block) for answer in found.held)
+
+
+def trade_off(found: Candidates, cost: CycleCost, size: int) -> TradeOff:
     """What a list of this size gives."""
-    coverage = found.coverage(size)
     return TradeOff(
         size,
-        coverage,
+        found.coverage(size),
         1e3 * size * cost.row / THOR,
         cost.saved(size),
-        loss(length, coverage["all"].share, cost.block),
+        loss(found, size, cost.block),
     )
 
 
-def sizes(found: Candidates, vocab: int) -> list[int]:
-    """Sizes to try: as few ids as must be there, then steps up to three quarters of all."""
+def sizes(found: Candidates, cost: CycleCost) -> list[int]:
+    """Sizes to try: as few ids as must be there, steps up to all, and the smallest one that loses
+    no more than LOSS.
+    """
     least = len(found.forced) + len(found.forced) % 2
-    step = max(2, 2 * math.ceil(vocab / STEPS / 2))
-    most = min(len(found.ids), 3 * vocab // 4)
-    return sorted({least, *(n for n in range(step, most, step) if n > least)})
+    every = range(least, len(found.ids) + 1, 2)
+    step = max(2, 2 * math.ceil(cost.ids / STEPS / 2))
+    enough = bisect_left(every, -LOSS, key=lambda size: -loss(found, size, cost.block))
+    smallest = every[enough : enough + 1]
+    return sorted({least, *(n for n in range(step, len(found.ids), step) if n > least), *smallest})
 
 
 def best(rows: Sequence[TradeOff]) -> TradeOff | None:
-    """The fastest size, or None if all of them lose."""
-    found = max(rows, key=lambda row: row.speed, default=None)
-    return found if found is not None and found.speed > 1 else None
+    """The fastest size that loses no more than LOSS, or None if it is not worth having."""
+    kept = (row for row in rows if row.loss <= LOSS and row.speed >= WORTH)
+    return max(kept, key=lambda row: row.speed, default=None)

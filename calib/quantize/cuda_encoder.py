@@ -15,10 +15,9 @@ from thor_dflash.calib.quantize import nvfp4
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.cuda.compile import ROOT
 from thor_dflash.plugins.cuda.driver import Driver
-from thor_dflash.plugins.cuda.enqueue import enqueue
-from thor_dflash.plugins.cuda.kernel_cache import Kernels
 from thor_dflash.plugins.launch import Int, Launch, Pointer, Real
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
+from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 
 SOURCE = ROOT / "cuda" / "nvfp4_encode.cu"
 THREADS = 256
@@ -109,7 +108,7 @@ class CudaEncoder:
         Raises: EngineError: there is no such device, driver or compiler.
         """
         self._driver = Driver(device)
-        self._kernels = Kernels(self._driver, self._driver.info.device, cubins)
+        self._runner = Runner(self._driver, cubins)
         self._memory: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
@@ -129,6 +128,37 @@ class CudaEncoder:
         Raises: EngineError.
         """
         assert rows.dtype in (DType.BF16.numpy, np.float32), rows.dtype
+        launch, places, made = self._loaded(rows, scaling)
+        self._runner.run(SOURCE, launch, places)
+        self._driver.synchronize()
+        for name, x in made.items():
+            self._driver("cuMemcpyDtoH", x.ctypes.data, places[name], x.nbytes)
+        return encoded(rows, made)
+
+    def seconds(self, rows: Array, scaling: Scaling, runs: int) -> float:
+        """Return the device time of the kernel for such rows, the mean of so many runs.
+
+        Raises: EngineError.
+        """
+        launch, places, _ = self._loaded(rows, scaling)
+        before, after = (self._driver.make("cuEventCreate", 0) for _ in range(2))
+        self._runner.run(SOURCE, launch, places)  # compiles
+        self._driver("cuEventRecord", before, self._driver.stream)
+        for _ in range(runs):
+            self._runner.run(SOURCE, launch, places)
+        self._driver("cuEventRecord", after, self._driver.stream)
+        self._driver.synchronize()
+        spent = 1e-3 * float(self._driver("cuEventElapsedTime", before, after))
+        self._driver.free(before)
+        self._driver.free(after)
+        return spent / runs
+
+    def _loaded(
+        self, rows: Array, scaling: Scaling
+    ) -> tuple[Launch, dict[str, int], dict[str, Array]]:
+        """Copy the inputs to the device; return the launch, the addresses of its pointers, and
+        arrays for the outputs.
+        """
         given, made = inputs(rows, scaling), outputs(rows)
         places = {"factors": 0}
         for name, x in given.items():
@@ -137,16 +167,9 @@ class CudaEncoder:
             self._driver("cuMemcpyHtoD", places[name], data.ctypes.data, data.nbytes)
         for name, x in made.items():
             places[name] = self._place(name, x.nbytes)
-        launch = encode_launch(rows, scaling)
-        arguments = [_value(argument, places) for argument in launch.arguments]
-        kernel = self._kernels.function(SOURCE, launch)
         # A copy from memory that is not page-locked may return before the device has the bytes.
         self._driver("cuCtxSynchronize")
-        enqueue(self._driver, self._driver.stream, kernel, launch, arguments, overlap=False)
-        self._driver.synchronize()
-        for name, x in made.items():
-            self._driver("cuMemcpyDtoH", x.ctypes.data, places[name], x.nbytes)
-        return encoded(rows, made)
+        return encode_launch(rows, scaling), places, made
 
     def _place(self, name: str, nbytes: int) -> int:
         """Return memory of at least so many bytes, kept from one call to the next."""
@@ -157,15 +180,3 @@ class CudaEncoder:
             address = self._driver.allocate(nbytes)
             self._memory[name] = address, nbytes
         return address
-
-
-def _value(argument: object, places: Mapping[str, int]) -> tuple[str, int | float]:
-    match argument:
-        case Pointer(port):
-            return "address", places[port]
-        case Int(value):
-            return "int", value
-        case Real(value):
-            return "real", value
-        case _:
-            raise AssertionError(argument)

@@ -1,6 +1,6 @@
-"""CPU seconds to quantise one full-size layer of Qwen3.6-27B by each method, on one thread.
+"""Time to quantise one full-size layer of Qwen3.6-27B by each method: of one thread, or of a GPU.
 
-python -m thor_dflash.calib.studies.quantize_layer [--rows N] [--json]
+python -m thor_dflash.calib.studies.quantize_layer [--rows N] [--device cuda] [--json]
 
 The weights are random and made on the way, outside the clock; nothing is read or written. Without
 --rows, every row of the layer's linears is quantised.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +18,18 @@ import numpy as np
 from thor_dflash.builders.synthetic import QWEN36_27B
 from thor_dflash.calib.quantize import fp8, nvfp4
 from thor_dflash.calib.quantize.classes import class_of
+from thor_dflash.calib.quantize.cuda_encoder import CHUNK as GPU_CHUNK
+from thor_dflash.calib.quantize.cuda_encoder import CudaEncoder, Scaling
 from thor_dflash.calib.quantize.linear_rows import CHUNK, LinearRows
 from thor_dflash.calib.studies import script
 from thor_dflash.calib.synthetic.random_tensors import RandomReader, random_target
-from thor_dflash.core.progress import choose
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.core.progress import Progress, choose
 from thor_dflash.core.tensors import DType
 
 METHODS = ("rtn", "mse", "act", "fp8")
+RUNS = 10
+"""Runs of the kernel for each linear."""
 WHOLE = 25.6e9
 """Weights of the 27B's linears."""
 LAYER = "layers.0."
@@ -63,11 +68,9 @@ def seconds(linear: LinearRows, method: str) -> float:
     return spent
 
 
-def measure(rows: int | None) -> script.Table:
+def measure(found: Sequence[LinearRows], reporter: Progress) -> script.Table:
     """A row for each method."""
-    reporter = choose(sys.stderr)
-    found = list(linears(rows))
-    count = sum(linear.shape[0] * linear.shape[1] for linear in found)
+    count = weights_of(found)
     table: list[tuple[object, ...]] = [
         ("method", "weights, M", "CPU s", "ns a weight", "27B, CPU min")
     ]
@@ -79,16 +82,62 @@ def measure(rows: int | None) -> script.Table:
                 task.advance(1)
             each = spent / count
             table.append((method, count / 1e6, spent, each * 1e9, each * WHOLE / 60))
-    reporter.close()
     return table
+
+
+def weights_of(found: Sequence[LinearRows]) -> int:
+    """Weights of some linears."""
+    return sum(linear.shape[0] * linear.shape[1] for linear in found)
+
+
+def measure_gpu(found: Sequence[LinearRows], gpu: CudaEncoder, reporter: Progress) -> script.Table:
+    """A row for each method of NVFP4: the kernel alone, and with copies of BF16 rows to the device
+    and of codes and scales back, in pieces as `quantize` makes them.
+    """
+    count = weights_of(found)
+    moved = count * (2 + 1 / 2 + 1 / 16)  # BF16 is read, codes and scales are written
+    spent = dict.fromkeys(METHODS[:-1], (0.0, 0.0))
+    with reporter.task("quantising", len(found), "linears") as task:
+        for linear in found:
+            rows = linear.narrow(0, linear.shape[0])
+            energy = np.random.default_rng(0).lognormal(0, 1, linear.shape[1]).astype(np.float32)
+            for method, (kernel, whole) in spent.items():
+                factors = nvfp4.channel_weights(energy) if method == "act" else None
+                scaling = Scaling.of(method, float(np.abs(rows).max()), factors)
+                kernel += gpu.seconds(rows, scaling, RUNS)
+                start = time.perf_counter()
+                for first, last in linear.chunks(GPU_CHUNK):
+                    gpu.encode(rows[first:last], scaling)
+                spent[method] = kernel, whole + time.perf_counter() - start
+            task.advance(1)
+    return [
+        ("method", "weights, M", "kernel, ms", "GB/s", "27B, s", "with copies, ms", "27B, s, all"),
+        *(
+            (
+                method, count / 1e6, kernel * 1e3, moved / kernel / 1e9, kernel / count * WHOLE,
+                whole * 1e3, whole / count * WHOLE,
+            )
+            for method, (kernel, whole) in spent.items()
+        ),
+    ]  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
     parser = script.parser(__doc__, package=False)
     parser.add_argument("--rows", type=script.count, default=None, metavar="N")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    script.show([("one layer", measure(args.rows))], as_json=args.json)
+    reporter = choose(sys.stderr)
+    found = list(linears(args.rows))
+    if args.device == "cpu":
+        tables = [("one layer", measure(found, reporter))]
+    else:
+        config = EngineConfig()
+        with CudaEncoder(config.device, config.cubins_directory) as gpu:
+            tables = [("one layer, GPU", measure_gpu(found, gpu, reporter))]
+    reporter.close()
+    script.show(tables, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -224,16 +224,30 @@ class Rehearsal:
         self.note("generate", {**made, **usage, **timings})
 
     def report(self) -> None:
-        found = {k: v for k, v in self.done.items() if k not in ("killed", "report")}
-        rows = [["part", "figure", "value"]]
-        for part, values in found.items():
-            for name, value in values.items():
-                if name not in ("hashes", "figures"):
-                    rows.append([part, name, value])
         layers = self.args.layers or "all"
-        rows.insert(1, ["model", "shape", f"{self.args.shape}, {layers} layers"])
-        rows.insert(2, ["model", "method", self.args.method])
+        rows: list[list[Any]] = [["part", "figure", "value"]]
+        rows += [["model", "shape", f"{self.args.shape}, {layers} layers"]]
+        rows += [["model", "method", self.args.method]]
+        for part in PARTS:
+            found = self.done.get(part, {})
+            rows += [[part, *shown(name, x)] for name, x in found.items() if name not in APART]
+            for figure in found.get("figures", ()):
+                rows.append([part, f"{figure['name']}, {figure['unit']}", figure["value"]])
         print(json.dumps({"rehearsal": rows}))
+
+
+APART = ("hashes", "figures")
+"""Notes that are no figures of the report."""
+
+
+def shown(name: str, value: Any) -> list[Any]:
+    """A figure with its unit."""
+    if isinstance(value, list):
+        return [f"{name}, s", ", ".join(map(str, value))]
+    if name.endswith("bytes") and type(value) is int:
+        kind = name.removesuffix("bytes").removesuffix("_") or "size"
+        return [f"{kind}, GB", round(value / 1e9, 2)]
+    return [name.replace("gb_s", "GB/s").replace("_", " "), value]
 
 
 PARTS: dict[str, Callable[[Rehearsal], None]] = {

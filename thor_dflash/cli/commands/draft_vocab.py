@@ -1,4 +1,4 @@
-"""`thor-dflash draft-vocab`: chooses the ids that a drafter may propose, if that pays."""
+"""`thor-dflash draft-vocab`: chooses the ids that a drafter may propose, if fewer of them pay."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 ROLLOUTS = 120
 """Default number of tasks that the package answers."""
-WANTED = {"all": 0.995, "plan": 0.999}
-"""Coverage below which a note is printed."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
@@ -36,20 +34,22 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     output_files.check(args.out, ".json", "--out")
     schemas = [read_schema(args.schema)] if args.schema else []
     cost = trade.cycle_cost(args.target, args.drafter)
-    answers, measured = _answers(args, config, progress)
+    answers, length = _answers(args, config, cost.block, progress)
     with progress.task("ordering ids"):
         found = candidates(args.target, answers, schemas)
-        length = args.accept_length or measured
         if args.size is not None:
             found.list_of(args.size)
-        listed = [args.size] if args.size else trade.sizes(found, cost.ids)
-        rows = [trade.trade_off(found, cost, length, size) for size in listed]
+        listed = [args.size] if args.size else trade.sizes(found, cost)
+        rows = [trade.trade_off(found, cost, size) for size in listed]
     progress.close()
     chosen = trade.best(rows) or (rows[0] if args.size and args.force else None)
-    print("\n".join(_text(found, cost, rows, length, assumed=args.accept_length is not None)))
+    print("\n".join(_text(found, cost, rows, length, assumed=args.package is None)))
     if chosen is None:
-        loses = "this size loses" if args.size else "every size loses"
-        print(f"no list is written: {loses} more accept length than its head saves")
+        which = "this size" if args.size else "each size"
+        print(
+            f"no list is written, since no reduced vocabulary pays here: {which} loses more than "
+            f"{trade.LOSS:.0%} of the accept length, or saves too little"
+        )
         return exit_status.WRONG
     ids = found.list_of(chosen.size)
     with output_files.whole(args.out) as file:
@@ -61,9 +61,10 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
 def _check(args: Namespace) -> None:
     if args.corpus is None and args.package is None:
         raise ConfigError("--corpus or --package must be given (got neither)")
-    if args.package is None and args.accept_length is None:
+    if (args.package is None) == (args.accept_length is None):
+        got = "none" if args.package is None else f"{args.accept_length}"
         raise ConfigError(
-            "--accept-length must be given without --package, which would measure it (got none)"
+            f"--accept-length must be given without --package, which measures it (got {got})"
         )
     if args.accept_length is not None and not 1 <= args.accept_length <= 1024:
         raise ConfigError(f"--accept-length must be 1 to 1024 (got {args.accept_length})")
@@ -74,18 +75,20 @@ def _check(args: Namespace) -> None:
 
 
 def _answers(
-    args: Namespace, config: Config, progress: Progress
+    args: Namespace, config: Config, block: int, progress: Progress
 ) -> tuple[list[AnswerTokens], float]:
-    """The answers to count, and the package's accept length; 0 without a package."""
+    """The answers to count, and their accept length, assumed or measured."""
     from thor_dflash.builders.checkpoint.target import read_target
     from thor_dflash.calib.documents import read_documents
     from thor_dflash.calib.draft_vocab.rollouts import roll_out
     from thor_dflash.calib.draft_vocab.selection import AnswerTokens
+    from thor_dflash.calib.draft_vocab.trade import drawn
     from thor_dflash.runtime.session import open_session
     from thor_dflash.runtime.text.tokenizer import Tokenizer
 
     made: list[AnswerTokens] = []
-    length = 0.0
+    rolled: list[AnswerTokens] = []
+    length = args.accept_length or 0.0
     if args.corpus is not None:
         vocab, text = read_target(args.target).dims.vocab, Tokenizer.load(args.target)
         for one in read_documents(args.corpus, text, vocab, answers=True):
@@ -94,10 +97,9 @@ def _answers(
             raise RequestError(f"{args.corpus} must hold an answer (got chats of requests alone)")
     if args.package is not None:
         with closing(open_session(args.package, config.engine, progress)) as session:
-            rolled = roll_out(session, args.rollouts or ROLLOUTS, progress)
-            made += rolled.answers
-            length = rolled.accept_length
-    return made, length
+            found = roll_out(session, args.rollouts or ROLLOUTS, progress)
+            rolled, length = found.answers, found.accept_length
+    return [*rolled, *(drawn(one, length, block, i) for i, one in enumerate(made))], length
 
 
 def _text(
@@ -134,8 +136,4 @@ def _text(
     tokens = rows[0].coverage["all"].tokens
     yield f"coverage: of {tokens:,} tokens in {len(found.held)} answers that were not counted"
     yield "head and cycle: predicted for a Jetson AGX Thor from bytes alone"
-    yield "accept length: an estimate for independent drafts; measure it with `quality`"
-    for label, wanted in WANTED.items():
-        share = rows[-1].coverage.get(label)
-        if share is not None and share.share < wanted:
-            yield f"note: even the largest covers less than {wanted:.1%} of {label}"
+    yield "accept length: an estimate from the drafts of these answers; measure it with `quality`"
