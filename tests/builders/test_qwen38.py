@@ -20,7 +20,7 @@ from support.checkpoints import (
     write_hollow,
     write_target,
 )
-from support.published_drafters import published
+from support.published_drafters import config_file
 
 from thor_dflash.builders.build import BuildPlan, describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout, read_drafter
@@ -90,9 +90,10 @@ def test_each_tensor_keeps_its_own_kind(mix: str, tmp_path: Path) -> None:
 def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories of the 27B and of its published drafter, whose tensors have no content."""
     root = tmp_path_factory.mktemp("hollow")
-    for name, config in (("target", target_config(BIG)), ("drafter", published())):
+    for name in ("target", "drafter"):
         (root / name).mkdir()
-        write_config(root / name, config)
+    write_config(root / "target", target_config(BIG))
+    (root / "drafter" / "config.json").write_bytes(config_file())
     dims = target_dims(Fields.read(root / "target" / "config.json"))
     layout, drafts = target_layout(dims), drafter_layout(_drafter(root))
     names = {f"{n}.weight": s for n, s in layout.matrices.items()} | dict(layout.tensors)

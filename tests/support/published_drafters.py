@@ -1,18 +1,21 @@
-"""The keys and values of published DFlash2 drafters' config.json."""
+"""config.json of published DFlash2 drafters."""
 
 from __future__ import annotations
 
+import json
+
 
 def published(**changes: object) -> dict[str, object]:
-    """The keys and values of z-lab/Qwen3.8-27B-DFlash2 at 50307d4c."""
+    """That of z-lab/Qwen3.8-27B-DFlash2 at 50307d4c, in the order of the file."""
     flash = {"block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248070}
     flash |= {"selector_rank": 256, "selector_top_k": 16}
     return {
         "architectures": ["DFlash2DraftModel"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": None, "dtype": "bfloat16", "eos_token_id": 248044, "head_dim": 128,
+        "bos_token_id": None, "is_causal": False,
         "dflash_config": {**flash, "target_layer_ids": [5, 19, 33, 47, 61]},
+        "dtype": "bfloat16", "eos_token_id": 248044, "head_dim": 128,
         "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
-        "intermediate_size": 17408, "is_causal": False, "layer_types": ["sliding_attention"] * 5,
+        "intermediate_size": 17408, "layer_types": ["sliding_attention"] * 5,
         "max_position_embeddings": 262144, "max_window_layers": 5, "model_type": "qwen3",
         "num_attention_heads": 32, "num_hidden_layers": 5, "num_key_value_heads": 8,
         "num_target_layers": 64, "pad_token_id": 248044, "rms_norm_eps": 1e-06,
@@ -33,3 +36,8 @@ MUSE: dict[str, object] = {
     },
 }  # fmt: skip
 """What z-lab/Muse-Glimmer-30B-DFlash2 at b54ffdd1 has otherwise."""
+
+
+def config_file() -> bytes:
+    """The published file itself."""
+    return (json.dumps(published(), indent=2) + "\n").encode()
