@@ -92,8 +92,10 @@ def figures(kind: str, pattern: str) -> Callable[[], str]:
     return write
 
 
-def section(kind: str, pattern: str) -> Callable[[], str]:
-    """A table of the figures of the sections that match, as they were recorded."""
+def section(kind: str, pattern: str, *, named: bool = False) -> Callable[[], str]:
+    """A table of the figures of the sections that match, as they were recorded, with the names of
+    the sections if wanted.
+    """
 
     def write() -> str:
         rows = [row for one in results(kind) for row in one["data"]]
@@ -105,7 +107,8 @@ def section(kind: str, pattern: str) -> Callable[[], str]:
         for row in found:
             value = row["value"]
             cell = f"{value:,}" if isinstance(value, int) else value
-            table.append([row["name"], cell, row["unit"], *([row["note"]] if noted else [])])
+            name = f"{row['section']}: {row['name']}" if named else row["name"]
+            table.append([name, cell, row["unit"], *([row["note"]] if noted else [])])
         return markdown(table)
 
     return write
@@ -214,6 +217,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "dflash2": table("dflash2", "cycles"),
     "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
     "dflash2 sources": sources("dflash2"),
+    "images": table("images", "images"),
+    "images unchanged": table("images", "unchanged"),
+    "images sources": sources("images"),
     "sampling": table("sampling", "sampled cycles"),
     "sampling lengths": table("sampling", "accept lengths"),
     "sampling sources": sources("sampling"),
@@ -271,13 +277,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "numerics figure": table_bars("numerics", "builds", 4, "%"),
     "agent whole": section("agent-whole", "^whole trace$"),
     "agent design": section("agent-whole", "^design$"),
+    "agent without": section("agent-whole", " reuse$", named=True),
     "agent replayed": section("agent-1", "^trace"),
     "agent figure": section_bars("agent-whole", "^first tokens$"),
     "agent copies": section("agent-1", "^copies$"),
     "agent memory": section("agent-1", "^memory$"),
     "agent thor": section("agent-whole", "^predicted"),
     "agent overhead": table("turn-overhead", "turn overhead"),
-    "agent sources": sources("agent-whole", "agent-1", "turn-overhead"),
+    "agent sources": sources("agent-whole", "agent-1", "agent-2", "turn-overhead"),
     "bench sources": sources("bench"),
     "attention sources": sources("bench", "contexts"),
     "prefill sources": sources("bench", "prompts"),

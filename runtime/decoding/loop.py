@@ -44,8 +44,8 @@ class TokenChunk:
     """Prompt tokens in the state."""
     prompt_rows: int = 0
     """Rows of the prefill step that read the last of those tokens."""
-    encoded: bool = False
-    """The vision tower has run on an image of the prompt, or its rows were kept."""
+    encoded: int = 0
+    """Patches of the vision tower's graph that has run on an image of the prompt; 0: none has."""
 
 
 class PromptStart(Protocol):
@@ -176,8 +176,8 @@ def _encode(
     if images is None or encoder is None:
         return
     for number in images.missing(part):
-        encoder.read(images, number, model.encode)
-        yield TokenChunk((), encoded=True)
+        if patches := encoder.read(images, number, model.encode):
+            yield TokenChunk((), encoded=patches)
 
 
 def _shape(model: ModelRunner, request: DecodeRequest, progress: DecodeProgress) -> Block:

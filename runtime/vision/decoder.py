@@ -16,9 +16,8 @@ from thor_dflash.core.bounds import IMAGE_MAGIC, MOST_IMAGE_BYTES
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.extras import extra
 from thor_dflash.core.message_text import show
-from thor_dflash.core.model_dims import VisionDims
 from thor_dflash.core.tensors import Array
-from thor_dflash.runtime.vision.picture import FACTOR, Picture, resized
+from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 
 ImageFormat = Literal["jpeg", "png", "rgb8", "bgr8", "mono8"]
 RAW: dict[str, int] = {"rgb8": 3, "bgr8": 3, "mono8": 1}
@@ -26,6 +25,9 @@ RAW: dict[str, int] = {"rgb8": 3, "bgr8": 3, "mono8": 1}
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MOST_PIXELS = 1 << 24
 """Pixels of an image as it was sent."""
+SHORTEST_SIDE = 8
+MOST_RATIO = 200
+"""Longest side of an image as it was sent, in shortest sides."""
 MOST_SCANS = 20
 """Scans of a progressive JPEG. Each costs as much time as the whole image; encoders write ten."""
 _SCAN = b"\xff\xda"
@@ -41,68 +43,65 @@ class RawSize:
 
 
 def read_picture(
-    data: bytes,
-    kind: ImageFormat,
-    vision: VisionDims,
-    most_pixels: int,
-    size: RawSize | None = None,
-    where: str = "image",
+    data: bytes, kind: ImageFormat, pixels: PixelLimits, size: RawSize | None = None
 ) -> Picture:
     """Decode and resize an image.
 
     Args:
-        most_pixels: Limit of the resized image, beside the model's own.
+        pixels: Limits of the resized image.
         size: Of raw formats.
-        where: The field that errors name.
 
     Raises:
-        RequestError: it is no such image, or beyond a limit.
+        RequestError: it is no such image, or beyond a limit; its field is data, width, height or
+            step.
         ConfigError: Pillow is needed and missing.
     """
     if len(data) > MOST_IMAGE_BYTES:
-        raise RequestError(f"{where} must be at most {MOST_IMAGE_BYTES} bytes (got {len(data)})")
-    if kind == "jpeg" or kind == "png":
-        pixels = _decoded(data, kind, where)
-    else:
-        pixels = _raw(data, kind, size, where)
-    height, width, _ = pixels.shape
-    longest = max(min(vision.longest, most_pixels), FACTOR * FACTOR)
-    try:
-        wanted = resized(width, height, min(vision.shortest, longest), longest)
-    except RequestError as e:
-        raise RequestError(f"{where}: {e}") from e
-    return Picture(pixels if wanted == (width, height) else _resample(pixels, wanted))
+        raise _refused("data", f"at most {MOST_IMAGE_BYTES} bytes", len(data))
+    found = _decoded(data, kind) if kind == "jpeg" or kind == "png" else _raw(data, kind, size)
+    height, width, _ = found.shape
+    wanted = pixels.resized(width, height)
+    return Picture(found if wanted == (width, height) else _resample(found, wanted))
 
 
-def _raw(data: bytes, kind: str, size: RawSize | None, where: str) -> NDArray[np.uint8]:
-    if size is None or min(size.width, size.height) < 1:
-        raise RequestError(f"{where}.width and height must be given for {kind} (got none)")
-    _check_pixels(size.width, size.height, where)
+def _refused(field: str, rule: str, got: object) -> RequestError:
+    return RequestError(f"{field} must be {rule} (got {got})", field)
+
+
+def _raw(data: bytes, kind: str, size: RawSize | None) -> NDArray[np.uint8]:
+    for name in ("width", "height"):
+        if size is None or getattr(size, name) < 1:
+            raise _refused(name, f"given for {kind}", "none")
+    assert size is not None
+    _check_size(size.width, size.height, "width")
     row = size.width * RAW[kind]
     step = size.step or row
     if step < row:
-        raise RequestError(f"{where}.step must be at least {row}, a row's bytes (got {step})")
+        raise _refused("step", f"at least {row}, a row's bytes", step)
     if len(data) != step * size.height:
-        raise RequestError(
-            f"{where}.data must be step * height = {step * size.height} bytes (got {len(data)})"
-        )
+        raise _refused("data", f"step * height = {step * size.height} bytes", len(data))
     rows = np.frombuffer(data, np.uint8).reshape(size.height, step)[:, :row]
-    pixels = rows.reshape(size.height, size.width, RAW[kind])
+    found = rows.reshape(size.height, size.width, RAW[kind])
     if kind == "mono8":
-        return np.repeat(pixels, 3, axis=2)
-    return np.ascontiguousarray(pixels[:, :, ::-1] if kind == "bgr8" else pixels)
+        return np.repeat(found, 3, axis=2)
+    return np.ascontiguousarray(found[:, :, ::-1] if kind == "bgr8" else found)
 
 
-def _check_pixels(width: int, height: int, where: str) -> None:
+def _check_size(width: int, height: int, field: str) -> None:
+    """Refuse an image by its size, before it is decoded."""
+    got, (low, high) = f"{width} x {height}", sorted((width, height))
     if width * height > MOST_PIXELS:
-        raise RequestError(f"{where} must be at most {MOST_PIXELS} pixels (got {width} x {height})")
+        raise _refused(field, f"of at most {MOST_PIXELS} pixels", got)
+    if low < SHORTEST_SIDE or high > MOST_RATIO * low:
+        rule = f"of sides of at least {SHORTEST_SIDE} pixels, one at most {MOST_RATIO} times"
+        raise _refused(field, f"{rule} the other", got)
 
 
-def _decoded(data: bytes, kind: Literal["jpeg", "png"], where: str) -> NDArray[np.uint8]:
+def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
     if not data.startswith(IMAGE_MAGIC[kind]):
-        raise RequestError(f"{where} must be a {kind} file (got bytes {data[:8].hex()})")
+        raise _refused("data", f"a {kind} file", f"bytes {data[:8].hex()}")
     if kind == "jpeg" and (scans := data.count(_SCAN)) > MOST_SCANS:
-        raise RequestError(f"{where} must have at most {MOST_SCANS} scans (got {scans})")
+        raise _refused("data", f"of at most {MOST_SCANS} scans", scans)
     with extra("images"):
         from PIL import Image, ImageOps
 
@@ -110,19 +109,19 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"], where: str) -> NDArray[n
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with Image.open(BytesIO(data), formats=(kind.upper(),)) as image:
-                _check_pixels(*image.size, where)
+                _check_size(*image.size, "data")
                 if (frames := getattr(image, "n_frames", 1)) != 1:
-                    raise RequestError(f"{where} must be a still image (got {frames} frames)")
+                    raise _refused("data", "a still image", f"{frames} frames")
                 if image.mode not in MODES:
                     rule = "of 8 bits, grey or RGB, with or without transparency"
-                    raise RequestError(f"{where} must be {rule} (got {image.mode})")
+                    raise _refused("data", rule, image.mode)
                 image.load()
                 return _on_white(Image, ImageOps.exif_transpose(image))
     except RequestError:
         raise
     # Pillow raises many kinds for what is no image: OSError, ValueError, SyntaxError, struct.error.
     except Exception as e:
-        raise RequestError(f"{where} must be a {kind} image (got: {show(str(e))})") from e
+        raise RequestError(f"data must be a {kind} image (got: {show(str(e))})", "data") from e
 
 
 def _on_white(library: Any, image: Any) -> NDArray[np.uint8]:

@@ -33,6 +33,7 @@ class EncoderCache:
 
     def __init__(self, vision: VisionDims, sizes: Sequence[int], budget: int = BUDGET) -> None:
         self.vision = vision
+        self._sizes = tuple(sorted(sizes))
         self.most_pixels = max(sizes) * PATCH**2
         """Most pixels of a resized image, for which there is a graph."""
         self.budget = budget
@@ -71,8 +72,21 @@ class EncoderCache:
             prompt += self._numbers.ids(next(rest)) if each == token else (each,)
         return place_images(prompt, pictures, self._numbers)
 
-    def read(self, images: PromptImages, number: int, run: Callable[[Picture], Array]) -> None:
-        """Put the rows of one image into `images.encoded`: those kept, or what `run` makes."""
+    def pending(self, images: PromptImages | None, held: int) -> list[int]:
+        """The patches of each graph that is to run for a prompt of which `held` tokens are read."""
+        if images is None:
+            return []
+        needed = [images.pictures[number] for number in images.missing(images.prompt[held:])]
+        with self._lock:
+            return [self._graph(x) for x in needed if x.digest not in self._rows]
+
+    def _graph(self, picture: Picture) -> int:
+        return next(size for size in self._sizes if size >= picture.grid.patches)
+
+    def read(self, images: PromptImages, number: int, run: Callable[[Picture], Array]) -> int:
+        """Put the rows of one image into `images.encoded`: those kept, or what `run` makes. Returns
+        the patches of the graph that ran, 0 if the rows were kept.
+        """
         picture, began = images.pictures[number], time.perf_counter()
         with self._lock:
             rows = self._rows.get(picture.digest)
@@ -82,9 +96,12 @@ class EncoderCache:
             rows = run(picture)
             self._keep(picture.digest, rows)
         spent = 1e3 * (time.perf_counter() - began)
-        images.encoded[number], images.encode_ms[number] = rows, 0.0 if kept else spent
+        images.encoded[number] = rows
+        if not kept:
+            images.encode_ms[number] = spent
         self.totals.images += 1
         self.totals.hits += kept
+        return 0 if kept else self._graph(picture)
 
     def _keep(self, digest: bytes, rows: Array) -> None:
         with self._lock:

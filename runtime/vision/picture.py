@@ -15,40 +15,39 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from thor_dflash.core.errors import RequestError
 from thor_dflash.core.model_dims import FRAMES, MERGE, MERGED, PATCH, PATCH_COLUMNS, TowerDims
 from thor_dflash.core.tensors import Array
 
 FACTOR = MERGE * PATCH
 """Pixels of a token's side; sides of a resized image are multiples of it."""
-SHORTEST_SIDE = 8
-MOST_RATIO = 200
-"""Longest side of an image, in shortest sides."""
 
 
-def resized(width: int, height: int, shortest: int, longest: int) -> tuple[int, int]:
-    """Width and height after resizing to `shortest` to `longest` pixels, about as wide for its
-    height. Python's round, to even at a half, is part of the definition.
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """Least and most pixels of a resized image."""
 
-    Raises:
-        RequestError: a side is too short, or one is much longer than the other.
-    """
-    low, high = sorted((width, height))
-    if low < SHORTEST_SIDE or high > MOST_RATIO * low:
-        raise RequestError(
-            f"image must have sides of at least {SHORTEST_SIDE} pixels, one at most {MOST_RATIO} "
-            f"times the other (got {width} x {height})"
-        )
-    sides = [round(side / FACTOR) * FACTOR for side in (height, width)]
-    if math.prod(sides) > longest:
-        shrink = math.sqrt(height * width / longest)
-        sides = [
-            max(FACTOR, math.floor(side / shrink / FACTOR) * FACTOR) for side in (height, width)
-        ]
-    elif math.prod(sides) < shortest:
-        grow = math.sqrt(shortest / (height * width))
-        sides = [math.ceil(side * grow / FACTOR) * FACTOR for side in (height, width)]
-    return sides[1], sides[0]
+    shortest: int
+    longest: int
+
+    def under(self, most: int) -> PixelLimits:
+        """With at most so many, or those of one token."""
+        longest = max(min(self.longest, most), FACTOR * FACTOR)
+        return PixelLimits(min(self.shortest, longest), longest)
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing, about as wide for its height. Python's round, to even at
+        a half, is part of the definition.
+        """
+        sides = [round(side / FACTOR) * FACTOR for side in (height, width)]
+        if math.prod(sides) > self.longest:
+            shrink = math.sqrt(height * width / self.longest)
+            sides = [
+                max(FACTOR, math.floor(side / shrink / FACTOR) * FACTOR) for side in (height, width)
+            ]
+        elif math.prod(sides) < self.shortest:
+            grow = math.sqrt(self.shortest / (height * width))
+            sides = [math.ceil(side * grow / FACTOR) * FACTOR for side in (height, width)]
+        return sides[1], sides[0]
 
 
 @dataclass(frozen=True, slots=True)

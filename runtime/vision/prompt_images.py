@@ -65,7 +65,7 @@ class PromptImages:
     encoded: dict[int, Array] = field(default_factory=dict[int, Array])
     """Rows of each image, once they are there."""
     encode_ms: dict[int, float] = field(default_factory=dict[int, float])
-    """Time that the tower took, 0 where the rows were kept."""
+    """Time that the tower took, for images whose rows were not kept."""
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """The numbers of images of which these tokens take rows that are not there yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -386,7 +386,7 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     given = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
         # Here too, as indices in an error of the server would be those after the next step.
-        checked = chat(given, sum(_images(message) for message in messages))
+        checked = chat(given, len(list(_image_urls(messages))))
     except RequestError as e:
         raise bad_request(refusal(e), str(e).partition(" must ")[0]) from e
     turns: list[dict[str, Any]] = []
@@ -403,17 +403,12 @@ def _shown(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the turns with the ids of the images that they show, and these images."""
     images: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if not isinstance(part, ImageUrlPart):
-                continue
-            where = f"messages[{i}].content[{j}].image_url"
-            if message.role != "user":
-                rule = f"left out of a message of role {message.role}"
-                raise bad_request(f"{where} must be {rule} (got one)", where)
-            given = part.image_url
-            image = image_of(given.url, given.detail, image_dir, where)
-            images.append({"id": f"image{len(images)}", **image})
+    for where, role, given in _image_urls(messages):
+        if role != "user":
+            rule = f"left out of a message of role {role}"
+            raise bad_request(f"{where} must be {rule} (got one)", where)
+        image = image_of(given.url, given.detail, image_dir, where)
+        images.append({"id": f"image{len(images)}", **image})
     ids = iter(image["id"] for image in images)
     for piece in (piece for turn in turns for piece in as_list(turn["content"]) or ()):
         shown = cast("dict[str, str]", piece)
@@ -422,9 +417,12 @@ def _shown(
     return turns, images or None
 
 
-def _images(message: ChatMessage) -> int:
-    parts = message.content if isinstance(message.content, list) else ()
-    return sum(isinstance(part, ImageUrlPart) for part in parts)
+def _image_urls(messages: Iterable[ChatMessage]) -> Iterator[tuple[str, str, ImageUrl]]:
+    """Field, role and URL of each image, in their order."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImageUrlPart):
+                yield f"messages[{i}].content[{j}].image_url", message.role, part.image_url
 
 
 def _parts(
@@ -519,4 +517,6 @@ def _field_as_sent(field: str, chat: ChatRequest) -> str:
         return "messages"
     if field == "max_tokens" and chat.max_tokens is None:
         return "max_completion_tokens"
+    if found := re.match(r"images\[(\d+)\]", field):
+        return [where for where, *_ in _image_urls(chat.messages)][int(found[1])]
     return field

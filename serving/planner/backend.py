@@ -126,10 +126,24 @@ class Backend(Protocol):
         """
         ...
 
+    def read_images(self, ask: messages.PlanRequest, scope: str = "") -> Mapping[str, Picture]:
+        """Decode and resize the images of a request from the client `scope`, by their names. May
+        take a second.
+
+        Raises:
+            PlanError: one of them cannot be shown.
+        """
+        ...
+
     def prepare(
-        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+        self,
+        ask: messages.PlanRequest,
+        left_ms: float | None,
+        scope: str = "",
+        pictures: Mapping[str, Picture] | None = None,
     ) -> Prepared:
-        """Check a request that has `left_ms` until its deadline, from the client `scope`.
+        """Check a request that has `left_ms` until its deadline, from the client `scope`, and whose
+        images are read (`pictures`; None: read them now).
 
         Raises:
             PlanError: the request cannot be served.

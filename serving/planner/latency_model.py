@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -37,6 +38,8 @@ class LatencyModel:
     """Possible rows of a prefill step, ascending. All but a prompt's last step have the most."""
     step_ms: dict[int, float] = field(default_factory=dict[int, float])
     """Time of a prefill step by its rows, for the sizes that have run."""
+    tower_ms: dict[int, float] = field(default_factory=dict[int, float])
+    """Time of the vision tower by the patches of its graph, for those that have run."""
     thinking_len: float = 1.0
     """Tokens committed per cycle while thinking."""
     answer_len: float = 1.0
@@ -56,6 +59,7 @@ class LatencyModel:
     _recent: deque[float] = field(default_factory=partial(deque[float], maxlen=RECENT))
     _cycles: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
     _steps: dict[int, deque[float]] = field(default_factory=dict[int, deque[float]])
+    _towers: dict[int, deque[float]] = field(default_factory=dict[int, deque[float]])
     _thinking: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
     _answer: deque[float] = field(default_factory=partial(deque[float], maxlen=LENGTHS))
     _plans: deque[float] = field(default_factory=partial(deque[float], maxlen=KEPT))
@@ -77,6 +81,18 @@ class LatencyModel:
         self._ran(ms)
         kept = self._steps.setdefault(rows, deque(maxlen=KEPT))
         self.step_ms[rows] = _median(kept, ms)
+
+    def encoded(self, ms: float, patches: int) -> None:
+        """Record a run of the vision tower's graph for so many patches."""
+        self._ran(ms)
+        kept = self._towers.setdefault(patches, deque(maxlen=KEPT))
+        self.tower_ms[patches] = _median(kept, ms)
+
+    def encode_ms(self, graphs: Iterable[int]) -> float:
+        """Predict the time of the vision tower by the patches of each graph that is to run; of one
+        that has not run, nothing is known.
+        """
+        return sum(self.tower_ms.get(patches, 0.0) for patches in graphs)
 
     def _ran(self, ms: float) -> None:
         self._recent.append(ms)
@@ -118,20 +134,26 @@ class LatencyModel:
         tokens = min(self.answer_tokens, max_tokens)
         return self.cycle_ms * tokens / self.answer_len
 
-    def min_ms(self, prompt: int, max_tokens: int, *, whole: bool) -> float:
+    def min_ms(
+        self, prompt: int, max_tokens: int, *, whole: bool, graphs: Iterable[int] = ()
+    ) -> float:
         """Predict the least time of a useful answer without thinking, ms: of the first step of a
-        plan or, with `whole`, of an answer as short as the shortest recent one.
+        plan or, with `whole`, of an answer as short as the shortest recent one. `graphs`: as in
+        `encode_ms`.
 
         The answer may be as easy to draft as the easiest so far: what an earlier one took must not
         refuse it.
         """
         shortest = min(self._answers.copy(), default=self.answer_tokens) if whole else FIRST_STEP
         cycles = max(1.0, min(shortest, max_tokens) / self.best_len)
-        return self.prefill_ms(prompt) + self.cycle_ms * cycles
+        return self.encode_ms(graphs) + self.prefill_ms(prompt) + self.cycle_ms * cycles
 
-    def thinking_tokens_left(self, left_ms: float, prompt: int, max_tokens: int) -> int:
-        """Return how many thinking tokens leave time for the answer."""
-        spare = left_ms - MARGIN * (self.prefill_ms(prompt) + self.answer_ms(max_tokens))
+    def thinking_tokens_left(
+        self, left_ms: float, prompt: int, max_tokens: int, graphs: Iterable[int] = ()
+    ) -> int:
+        """Return how many thinking tokens leave time for the answer. `graphs`: see `encode_ms`."""
+        needed = self.encode_ms(graphs) + self.prefill_ms(prompt) + self.answer_ms(max_tokens)
+        spare = left_ms - MARGIN * needed
         if not self.cycle_ms:
             return 0
         return max(0, int(spare / MARGIN / self.cycle_ms * self.thinking_len))

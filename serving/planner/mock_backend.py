@@ -1,7 +1,8 @@
 """A backend without a model, for testing clients of the server: `serve --mock`.
 
 It answers every request with the same plan or, if there are tools, with a call of the first one. A
-word is a token, and a cycle commits four tokens.
+word is a token, and a cycle commits four tokens. Images are checked, resized and counted as for a
+model, and its plan's goal names what it was sent; nothing looks at them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import PlanError, RequestError
+from thor_dflash.core.errors import ConfigError, PlanError, RequestError
+from thor_dflash.core.extras import extra
 from thor_dflash.core.message_text import show
 from thor_dflash.core.results import DraftCounts, Speculation, Timings, Usage, rate
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE
@@ -33,16 +35,23 @@ from thor_dflash.serving.planner.formats.text_format import TextPlanFormat
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.protocol.replies import ReuseCounts
 
+if TYPE_CHECKING:
+    from thor_dflash.runtime.vision.picture import Picture
+    from thor_dflash.serving.planner.mock_images import MockImages
+
 THINKING = "The cup is on the shelf and the robot is free to take it to the table at once. "
+GOAL = "cup on table"
 PLAN = (
-    '{"goal": "cup on table", "steps": ['
+    f'{{"goal": "{GOAL}", "steps": ['
     '{"id": 1, "skill": "goto", "args": {"target": "shelf"}, "on_fail": "retry"}, '
     '{"id": 2, "skill": "pick", "args": {"object": "cup"}, "on_fail": "retry"}, '
     '{"id": 3, "skill": "place", "args": {"object": "cup", "on": "table"}, "on_fail": "replan"}'
     '], "needs_clarification": null}'
 )
+NO_PICTURES: Mapping[str, Picture] = {}
 MARKS = (0xE000, 0xE001)
 """Characters, of the private use area, that stand for the marks around a tool call."""
 PER_CYCLE = 4
@@ -55,14 +64,28 @@ def words(text: str) -> list[str]:
     return [word + " " for word in text.split(" ")]
 
 
-def _tokens(request: messages.PlanRequest | messages.Validate) -> int:
+def _tokens(
+    request: messages.PlanRequest | messages.Validate, pictures: Mapping[str, Picture] = NO_PICTURES
+) -> int:
     turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
-    texts = [
-        part.text if isinstance(part, messages.TextPart) else ""
-        for turn in turns
-        for part in ((messages.TextPart(turn or ""),) if not isinstance(turn, tuple) else turn)
-    ]
-    return sum(text.count(" ") + 1 for text in texts)
+    count = 0
+    for turn in turns:
+        for part in turn if isinstance(turn, tuple) else (messages.TextPart(turn or ""),):
+            if isinstance(part, messages.TextPart):
+                count += part.text.count(" ") + 1
+            else:
+                count += pictures[part.name].grid.tokens if part.name in pictures else 1
+    return count
+
+
+def _seen(pictures: Mapping[str, Picture]) -> str:
+    """What the goal of a plan says about the images, in the order of the request."""
+    each = "; ".join(
+        f"{name[:16]} {p.pixels.shape[1]}x{p.pixels.shape[0]} sha256 {p.digest.hex()[:16]}"
+        for name, p in pictures.items()
+    )
+    count = f"{len(pictures)} image{'s' * (len(pictures) > 1)}"
+    return f" with {count} ({each})" if pictures else ""
 
 
 def _spec(tokens: int) -> Speculation:
@@ -147,6 +170,7 @@ class MockBackend:
         self._rates.answer_len = self._rates.thinking_len = PER_CYCLE
         self._rates.answer_tokens = len(words(PLAN))
         self._prefixes: dict[str, dict[str, Any]] = {}
+        self._images: MockImages | None = None
 
     @property
     def about(self) -> BackendInfo:
@@ -171,6 +195,7 @@ class MockBackend:
                 "thinking_budget",
                 "relaxed_thinking",
                 "tools",
+                "images",
                 *answer_rule.FEATURES,
             ),
         )
@@ -186,15 +211,32 @@ class MockBackend:
     def warm(self) -> None:
         pass
 
+    def read_images(self, ask: messages.PlanRequest, scope: str = "") -> Mapping[str, Picture]:
+        if not ask.images and not validation.image_names(ask):
+            return NO_PICTURES
+        try:
+            with extra("images"):
+                from thor_dflash.serving.planner.mock_images import MockImages
+        except ConfigError as e:
+            raise bad_request(str(e), "images") from e
+        if self._images is None:
+            self._images = MockImages(self.config)
+        return self._images.read(ask, scope)
+
     def prepare(
-        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+        self,
+        ask: messages.PlanRequest,
+        left_ms: float | None,
+        scope: str = "",
+        pictures: Mapping[str, Picture] | None = None,
     ) -> Prepared:
         validation.check_values(ask)
         validation.check_forced(ask, allowed=False)
         use = tool_use(ask, self.config.tools)
         if use is not None and use.constrained:
             _check_tools(use)
-        rule, tokens = _rule(ask), _tokens(ask)
+        pictures = self.read_images(ask, scope) if pictures is None else pictures
+        rule, tokens = _rule(ask), _tokens(ask, pictures)
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if tokens + max_tokens > CONTEXT:
@@ -209,6 +251,7 @@ class MockBackend:
             thinks=budget > 0,
             format=rule.format,
             tools=() if use is None else _callable(ask, use),
+            pictures=pictures,
             admitted=None,
             grammar_ms=0.0,
             min_ms=self._rates.min_ms(tokens, max_tokens, whole=ask.on_deadline == "error"),
@@ -216,7 +259,7 @@ class MockBackend:
 
     def start(self, prepared: Prepared, left_ms: float | None) -> PlanRun:
         self._check_prefix(prepared.ask.prefix_id)
-        return MockPlanRun(prepared, self._rates, self.cycle_s)
+        return MockPlanRun(prepared, self._rates, self.cycle_s, self._images)
 
     def _check_prefix(self, name: str | None) -> None:
         if name is not None and name not in self._prefixes:
@@ -273,10 +316,14 @@ class MockBackend:
 class MockPlanRun:
     """See backend.Run."""
 
-    def __init__(self, prepared: Prepared, rates: LatencyModel, cycle_s: float) -> None:
+    def __init__(
+        self, prepared: Prepared, rates: LatencyModel, cycle_s: float, images: MockImages | None
+    ) -> None:
         thought = words(THINKING)[: prepared.budget]
         form = prepared.format
-        plan = form.sample() if isinstance(form, TextPlanFormat | Nav2Waypoints) else PLAN
+        goal = json.dumps(GOAL + _seen(prepared.pictures))
+        plan = PLAN.replace(f'"{GOAL}"', goal, 1)
+        plan = form.sample() if isinstance(form, TextPlanFormat | Nav2Waypoints) else plan
         answer = words(_call(prepared.tools[0]) if prepared.tools else plan)
         self._prepared = prepared
         self._rates = rates
@@ -287,6 +334,9 @@ class MockPlanRun:
         self._cut = len(answer) > prepared.max_tokens
         self._thought = len(thought)
         self._writer = ChunkWriter(prepared.ask.stream, prepared.format)
+        self._images = images
+        self._unseen = images.encode(prepared.pictures) if images else []
+        self._encode_ms: dict[bytes, float] = {}
         self._prompt_done = prepared.cached
         self._emitted = 0
         self._start = time.perf_counter()
@@ -307,6 +357,9 @@ class MockPlanRun:
     def step(self) -> Sequence[messages.Chunk]:
         if self._cycle_s:
             time.sleep(self._cycle_s)
+        if self._unseen:
+            self._encode_ms[self._unseen.pop(0)] = 1e3 * self._cycle_s
+            return ()
         if self._prompt_done < len(self._prepared.prompt):
             self._prompt_done += CHUNK
             return self._writer.prefill(min(self._prompt_done, len(self._prepared.prompt)))
@@ -345,6 +398,9 @@ class MockPlanRun:
             timings=self._timings(),
             spec=_spec(self._emitted),
             closed="natural" if thinking and self._emitted > thinking else "",
+            images=self._images.results(self._prepared.pictures, self._encode_ms)
+            if self._images
+            else None,
         )
         return outcome.result(self._prepared, decoded)
 

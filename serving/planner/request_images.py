@@ -3,51 +3,136 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, RequestError
-from thor_dflash.core.model_dims import VisionDims
+from thor_dflash.core.message_text import show
 from thor_dflash.runtime.text.prompt_segments import EncodedPrompt
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.runtime.vision.decoder import RawSize, read_picture
 from thor_dflash.runtime.vision.encoder_cache import EncoderCache
-from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
 
+KEPT_BYTES = 64 << 20
+"""Memory for pixels that requests may name: 72 images of 640 x 480."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRules:
+    """What a server takes of images."""
+
+    pixels: PixelLimits
+    """Of resized images."""
+    largest: int
+    """Most pixels of a resized image that a graph takes: resizing keeps narrow images a token wide,
+    whatever the limit."""
+    most: int
+    """Images of a request."""
+    marks: tuple[str, ...]
+    """Texts that stand for an image: in a message they would take another's rows."""
+
+
+def rules_of(
+    encoder: EncoderCache | None, tokenizer: Tokenizer, config: ServeConfig
+) -> ImageRules | None:
+    """Return what a server of a package takes; None: it sees no images."""
+    if encoder is None:
+        return None
+    vision = encoder.vision
+    limits = PixelLimits(vision.shortest, vision.longest)
+    return ImageRules(
+        pixels=limits.under(min(config.image_pixels, encoder.most_pixels)),
+        largest=encoder.most_pixels,
+        most=config.max_images,
+        marks=tuple(filter(None, map(tokenizer.spelling, vision.reserved))),
+    )
+
+
+class PictureStore:
+    """Pictures that clients sent lately, which a later request may name instead of sending them
+    again. Thread-safe.
+    """
+
+    def __init__(self, budget: int = KEPT_BYTES) -> None:
+        self._budget = budget
+        self._bytes = 0
+        self._pictures: OrderedDict[tuple[str, str], Picture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, scope: str, picture: Picture) -> bool:
+        """Keep a picture of the client `scope`. Returns whether it is new."""
+        key = scope, picture.digest.hex()
+        with self._lock:
+            if old := self._pictures.pop(key, None):
+                self._bytes -= old.pixels.nbytes
+            self._pictures[key] = picture
+            self._bytes += picture.pixels.nbytes
+            while self._bytes > self._budget:
+                self._bytes -= self._pictures.popitem(last=False)[1].pixels.nbytes
+        return old is None
+
+    def find(self, scope: str, sha256: str) -> Picture | None:
+        """Return a kept picture of the client `scope`."""
+        with self._lock:
+            return self._pictures.get((scope, sha256))
+
 
 def read_pictures(
-    ask: wire.PlanRequest, encoder: EncoderCache | None, tokenizer: Tokenizer, config: ServeConfig
+    ask: wire.PlanRequest, rules: ImageRules | None, kept: PictureStore, scope: str
 ) -> dict[str, Picture]:
-    """Return the request's images by their ids. `encoder`: None if the package sees none.
+    """Return the request's images by the names that its messages show them under.
+
+    Args:
+        rules: None if the model sees none.
+        kept: Holds the images of earlier requests of the client `scope`, and those of this one.
 
     Raises:
         PlanError: bad_request.
     """
-    if not ask.images:
+    named = dict(validation.named_images(ask))
+    if not ask.images and not named:
         return {}
-    if encoder is None:
+    if rules is None:
         text = "images must be left out: the package has no vision tower"
-        raise bad_request(f"{text} (got {len(ask.images)})", "images")
-    if len(ask.images) > (most := config.max_images):
-        raise bad_request(f"images must be at most {most} (got {len(ask.images)})", "images")
-    _check_marks(ask, encoder.vision, tokenizer)
-    most = min(config.image_pixels, encoder.most_pixels)
-    found: dict[str, Picture] = {}
-    for i, image in enumerate(ask.images):
-        size = RawSize(width=image.width, height=image.height, step=image.step)
-        longest, where = min(image.max_pixels or most, most), f"images[{i}]"
-        try:
-            found[image.id] = read_picture(
-                image.data, image.format, encoder.vision, longest, size, where
-            )
-        except RequestError as e:
-            raise bad_request(errors.refusal(e), "images") from e
-        except ConfigError as e:  # the decoder is not installed
-            raise bad_request(str(e), "images") from e
+        raise bad_request(f"{text} (got {len(ask.images) + len(named)})", "images")
+    if len(ask.images) + len(named) > rules.most:
+        got = len(ask.images) + len(named)
+        raise bad_request(f"images must be at most {rules.most} (got {got})", "images")
+    _check_marks(ask, rules.marks)
+    found = {image.id: _read(image, f"images[{i}]", rules) for i, image in enumerate(ask.images)}
+    for sha256, where in named.items():
+        if (picture := kept.find(scope, sha256)) is None:
+            rule = "that of an image that this client has sent lately: send it again"
+            raise bad_request(f"{where} must be {rule} (got {show(sha256)})", where)
+        found[sha256] = picture
+    for picture in found.values():
+        kept.add(scope, picture)
     return found
+
+
+def _read(image: wire.ImageInput, where: str, rules: ImageRules) -> Picture:
+    size = RawSize(width=image.width, height=image.height, step=image.step)
+    limits = rules.pixels.under(image.max_pixels) if image.max_pixels else rules.pixels
+    try:
+        picture = read_picture(image.data, image.format, limits, size)
+    except RequestError as e:
+        text = f"{where}.{errors.refusal(e)}"
+        raise bad_request(text, f"{where}.{e.field}") from e
+    except ConfigError as e:  # the decoder is not installed
+        raise bad_request(str(e), f"{where}.format") from e
+    height, width, _ = picture.pixels.shape
+    if width * height > rules.largest:
+        field, rule = f"{where}.data", f"of at most {rules.largest} pixels after resizing"
+        text = f"{field} must be {rule}, as build.image_patches has it (got {width} x {height})"
+        raise bad_request(text, field)
+    return picture
 
 
 def with_pictures(
@@ -66,11 +151,45 @@ def with_pictures(
         raise bad_request(errors.refusal(e), "images") from e
 
 
-def _check_marks(ask: wire.PlanRequest, vision: VisionDims, tokenizer: Tokenizer) -> None:
-    """Refuse texts that spell what stands for an image, which would take another's rows."""
-    turns = validation.messages_of(ask.prompt, ask.messages)
-    text = json.dumps([turns, ask.tools], ensure_ascii=False)
-    for mark in map(tokenizer.spelling, vision.reserved):
-        if mark and mark in text:
-            rule = f"not spell {mark} where there are images"
-            raise bad_request(f"messages must {rule} (got it)", "messages")
+def image_results(
+    pictures: Mapping[str, Picture], encode_ms: Mapping[bytes, float]
+) -> tuple[wire.ImageResult, ...] | None:
+    """Describe a request's images; `encode_ms`: of those that the tower ran for, by digest."""
+    return (
+        tuple(
+            wire.ImageResult(
+                id=name,
+                sha256=picture.digest.hex(),
+                width=picture.pixels.shape[1],
+                height=picture.pixels.shape[0],
+                tokens=picture.grid.tokens,
+                encode_ms=encode_ms.get(picture.digest, 0.0),
+                cached=picture.digest not in encode_ms,
+            )
+            for name, picture in pictures.items()
+        )
+        or None
+    )
+
+
+def _check_marks(ask: wire.PlanRequest, marks: Sequence[str]) -> None:
+    """Refuse texts that spell what stands for an image."""
+    for field, text in _texts(ask):
+        if mark := next((mark for mark in marks if mark in text), None):
+            raise bad_request(f"{field} must not spell {mark} where there are images", field)
+
+
+def _texts(ask: wire.PlanRequest) -> Iterator[tuple[str, str]]:
+    """Every text of a prompt, with its field."""
+    for i, message in enumerate(ask.messages or ()):
+        where = f"messages[{i}]"
+        if isinstance(message.content, str):
+            yield f"{where}.content", message.content
+        else:
+            for j, part in enumerate(message.content):
+                if isinstance(part, wire.TextPart):
+                    yield f"{where}.content[{j}].text", part.text
+        yield f"{where}.reasoning_content", message.reasoning_content or ""
+        yield f"{where}.tool_calls", json.dumps(message.tool_calls, ensure_ascii=False)
+    for name in ("tools", "chat_template_kwargs"):
+        yield name, json.dumps(getattr(ask, name), ensure_ascii=False)

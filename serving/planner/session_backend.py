@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,7 +14,6 @@ from thor_dflash.config.decode import NO_BUDGET, TEMPLATE_EFFORTS, BudgetConfig,
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
 from thor_dflash.core.message_text import show
-from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
@@ -28,15 +26,21 @@ from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncode
 from thor_dflash.runtime.text.template_process import NOTHING
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 from thor_dflash.serving.planner import self_test, startup_checks
-from thor_dflash.serving.planner.answer_rule import FEATURES as PLAN_FORMATS
 from thor_dflash.serving.planner.answer_rule import AnswerRule, rule_of
 from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
-from thor_dflash.serving.planner.request_images import read_pictures, with_pictures
+from thor_dflash.serving.planner.request_images import (
+    PictureStore,
+    read_pictures,
+    rules_of,
+    with_pictures,
+)
 from thor_dflash.serving.planner.result import Decoded
+from thor_dflash.serving.planner.session_info import describe, looks_up, relaxes
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
@@ -47,21 +51,6 @@ from thor_dflash.serving.protocol.replies import EvictionCounts, ReuseCounts
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
 or for all of its budget."""
-FEATURES = (
-    *(
-        "stream",
-        "deadline",
-        "preempt",
-        "prefix",
-        "json_schema",
-        "skills",
-        "thinking_budget",
-        "reuse",
-    ),
-    "sampling",
-    *PLAN_FORMATS,
-)
-
 NO_PROMPT = EncodedPrompt((), "")
 NO_PICTURES: Mapping[str, Picture] = {}
 
@@ -103,6 +92,8 @@ class SessionBackend:
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
         self._encoder = PromptEncoder(session.tokenizer)
+        self._image_rules = rules_of(session.encoder, session.tokenizer, config)
+        self._pictures = PictureStore()
         self._brace = self.tokenizer.encode("{")
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
@@ -128,31 +119,7 @@ class SessionBackend:
         return self._about
 
     def _described(self) -> BackendInfo:
-        m = self.session.manifest
-        tokenizer = m.files.get("tokenizer.json")
-        return BackendInfo(
-            model=m.model,
-            engine=m.engine,
-            quantisation={
-                name: {kind: share.bytes for kind, share in kinds.items()}
-                for name, kinds in m.quantisation.items()
-            },
-            package_sha256=hashlib.sha256(package_manifest.render(m).encode()).hexdigest(),
-            tokenizer_sha256=tokenizer.sha256 if tokenizer else None,
-            golden_sha256=self._golden,
-            max_context=self.session.model.limit,
-            block=self.session.model.block,
-            prefill_chunk=self.session.model.chunk,
-            features=(
-                *FEATURES,
-                *(("relaxed_thinking",) if self._relaxes else ()),
-                *(("drafts",) if self._lookup else ()),
-                *(("persist",) if self._store else ()),
-                *(("tools",) if self.tokenizer.takes_tools else ()),
-                *(("forced",) if self.config.allow_forced else ()),
-                *(("images",) if m.vision else ()),
-            ),
-        )
+        return describe(self.session, self.tokenizer, self.config, self._golden)
 
     # --- warming up
 
@@ -188,19 +155,25 @@ class SessionBackend:
 
     # --- requests
 
-    def prepare(self, ask: wire.PlanRequest, left_ms: float | None, scope: str = "") -> Prepared:
-        validation.check_values(ask)
-        validation.check_forced(ask, allowed=self.config.allow_forced)
-        self._check_mode(ask)
+    def read_images(self, ask: wire.PlanRequest, scope: str = "") -> Mapping[str, Picture]:
+        return read_pictures(ask, self._image_rules, self._pictures, scope)
+
+    def prepare(
+        self,
+        ask: wire.PlanRequest,
+        left_ms: float | None,
+        scope: str = "",
+        pictures: Mapping[str, Picture] | None = None,
+    ) -> Prepared:
+        self._check(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         rule, use = rule_of(ask), tool_use(ask, self.config.tools)
         grammar = self._grammar_of(use, rule)
-        pictures = read_pictures(ask, self.session.encoder, self.tokenizer, self.config)
+        pictures = self.read_images(ask, scope) if pictures is None else pictures
         encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope, pictures)
-        prompt = encoded.ids
+        prompt, limit = encoded.ids, self.session.model.limit
         closing = self._close_len(prompt, budget)
         self._check_prefix(prompt, ask.prefix_id)
-        limit = self.session.model.limit
         spare = limit - len(prompt) - max_tokens - closing
         if spare < 0:
             raise errors.too_long(limit, len(prompt), max_tokens, closing)
@@ -242,22 +215,23 @@ class SessionBackend:
             pictures=pictures,
             admitted=admitted,
             grammar_ms=grammar.compile_ms if grammar else 0.0,
-            min_ms=self._rates.min_ms(
-                len(prompt) - cached, max_tokens, whole=ask.on_deadline == "error"
-            ),
+            min_ms=self._min_ms(ask, encoded, cached, max_tokens),
         )
+
+    def _min_ms(
+        self, ask: wire.PlanRequest, prompt: EncodedPrompt, cached: int, max_tokens: int
+    ) -> float:
+        new, towers = len(prompt.ids) - cached, self._towers(prompt.images, cached)
+        whole = ask.on_deadline == "error"
+        return self._rates.min_ms(new, max_tokens, whole=whole, graphs=towers)
 
     def _drafts(self, ask: wire.PlanRequest) -> tuple[tuple[int, ...], ...]:
         given = ask.drafts or ()
-        if given and not self._lookup:
+        if given and not looks_up(self.config):
             rule = f"left out, as serve.drafter is {self.config.drafter}"
             raise bad_request(f"drafts must be {rule} (got {show(given)})", "drafts")
         texts = (given,) if isinstance(given, str) else given
         return tuple(self._encode(text, "drafts").ids for text in texts)
-
-    @property
-    def _lookup(self) -> bool:
-        return self.config.drafter in ("auto", "lookup")
 
     def _forcing(
         self, request: Request, ask: wire.PlanRequest, encoded: EncodedPrompt, *, thinking: bool
@@ -268,7 +242,7 @@ class SessionBackend:
         if not thinking:
             answer.pop("reasoning_content", None)  # the prompt has closed the thinking
         _, variables = self._effort(ask)
-        shown = len(validation.image_ids(ask))
+        shown = len(validation.image_names(ask))
         try:
             whole = self.tokenizer.render(
                 [*turns, answer], thinking, ask.tools or (), variables, shown
@@ -308,15 +282,10 @@ class SessionBackend:
         name = "" if kind == "off" else name
         return Conversation(boundaries=boundaries, scope=json.dumps(found), session=name)
 
-    @property
-    def _relaxes(self) -> bool:
-        return self.session.manifest.drafter is not None and self.config.drafter in (
-            "auto",
-            "dflash",
-        )
-
-    def _check_mode(self, ask: wire.PlanRequest) -> None:
-        if ask.accept_mode == "relaxed_thinking" and not self._relaxes:
+    def _check(self, ask: wire.PlanRequest) -> None:
+        validation.check_values(ask)
+        validation.check_forced(ask, allowed=self.config.allow_forced)
+        if ask.accept_mode == "relaxed_thinking" and not relaxes(self.session, self.config):
             text = "accept_mode must be exact, there is no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
@@ -359,18 +328,25 @@ class SessionBackend:
         messages = validation.messages_of(ask.prompt, ask.messages)
         tier, variables = self._effort(ask)
         budget = validation.budget_of(ask, self.config, tier)
-        shown = [pictures[name] for name in validation.image_ids(ask)]
+        shown = [pictures[name] for name in validation.image_names(ask)]
         shape: Any = {"tools": ask.tools or (), "options": variables, "pictures": shown}
         prompt = self._prompt(messages, thinking=budget > 0, **shape)
         if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
         conversation = self._conversation(prompt, ask, scope)
-        new = len(prompt.ids) - self.session.held(prompt.ids, conversation.scope)
-        if self._rates.thinking_tokens_left(left_ms, new, max_tokens) >= min(
-            WORTH_THINKING, budget
-        ):
+        held = self.session.held(prompt.ids, conversation.scope)
+        towers = self._towers(prompt.images, held)
+        spare = self._rates.thinking_tokens_left(
+            left_ms, len(prompt.ids) - held, max_tokens, towers
+        )
+        if spare >= min(WORTH_THINKING, budget):
             return prompt, budget
         return self._prompt(messages, thinking=False, **shape), 0
+
+    def _towers(self, images: PromptImages | None, held: int) -> list[int]:
+        """Runs of the vision tower that a prompt of which `held` tokens are read still needs."""
+        encoder = self.session.encoder
+        return encoder.pending(images, held) if encoder else []
 
     def _effort(self, ask: wire.PlanRequest) -> tuple[int | None, dict[str, Any]]:
         """The thinking tokens of the request's effort, if it limits them, and the variables of the
@@ -437,7 +413,8 @@ class SessionBackend:
         if left_ms is not None:
             # Recomputed now: the request may have waited in the queue.
             new = len(prepared.prompt) - prepared.cached
-            spare = self._rates.thinking_tokens_left(left_ms, new, prepared.max_tokens)
+            towers = self._towers(admitted.images, prepared.cached)
+            spare = self._rates.thinking_tokens_left(left_ms, new, prepared.max_tokens, towers)
             admitted = admitted.with_budget(spare)
         chunks = self.session.generate(admitted)
         # Checked after `generate` has taken the prefix's state: it may have been dropped before.

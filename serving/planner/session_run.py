@@ -16,6 +16,7 @@ from thor_dflash.serving.planner import result as outcome
 from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.latency_model import LatencyModel
+from thor_dflash.serving.planner.request_images import image_results
 from thor_dflash.serving.protocol import messages
 
 
@@ -68,7 +69,7 @@ class SessionRun:
         chunk = next(self._chunks)
         ms = 1e3 * (time.perf_counter() - before)
         if chunk.encoded:
-            self._rates.cycle(ms, 0, thinking=False)  # a cancel may have to wait for it
+            self._rates.encoded(ms, chunk.encoded)
             return ()
         if chunk.prompt_done:
             self._rates.step(ms, chunk.prompt_rows)
@@ -133,22 +134,7 @@ class SessionRun:
         if images is None:
             return None
         spent = {images.pictures[n].digest: ms for n, ms in images.encode_ms.items()}
-        found: list[messages.ImageResult] = []
-        for name, picture in self._prepared.pictures.items():
-            height, width, _ = picture.pixels.shape
-            ms = spent.get(picture.digest, 0.0)
-            found.append(
-                messages.ImageResult(
-                    id=name,
-                    sha256=picture.digest.hex(),
-                    width=width,
-                    height=height,
-                    tokens=picture.grid.tokens,
-                    encode_ms=ms,
-                    cached=not ms,
-                )
-            )
-        return tuple(found)
+        return image_results(self._prepared.pictures, spent)
 
     def _report(self) -> RequestReport | None:
         # Before the first step, the session's report is still that of the previous request.

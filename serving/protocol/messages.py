@@ -47,13 +47,25 @@ class TextPart(
     text: str
 
 
+class ImageDigest(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The name of an image that this client has sent before."""
+
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    """As in the `images` of a result."""
+
+
 class ImagePart(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image", gc=False
 ):
     """An image of a message."""
 
-    image: Id
-    """The `id` of one of the request's `images`."""
+    image: Id | ImageDigest
+    """The `id` of one of the request's `images`, or an image of an earlier request."""
+
+    @property
+    def name(self) -> str:
+        """Its id, or its digest."""
+        return self.image if isinstance(self.image, str) else self.image.sha256
 
 
 class ImageInput(
@@ -272,6 +284,7 @@ class ImageResult(Struct, frozen=True, kw_only=True):
     """An image as the model saw it."""
 
     id: str
+    """In the request; its sha256 if the request named it so."""
     sha256: str
     """Of the size and the pixels after resizing."""
     width: int

@@ -4,7 +4,7 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from msgspec import structs
@@ -64,34 +64,49 @@ def check_images(request: wire.PlanRequest) -> None:
         PlanError: naming the field.
     """
     ids = [image.id for image in request.images]
-    if twice := next((name for name in ids if ids.count(name) > 1), None):
-        raise bad_request(f"images must have ids of their own (got {show(twice)} twice)", "images")
-    seen = set[str]()
+    named = dict(named_images(request))
+    for i, name in enumerate(ids):
+        if name in ids[:i] or name in named:
+            field = f"images[{i}].id"
+            raise bad_request(f"{field} must be an id of its own (got {show(name)} again)", field)
+    _check_parts(request)
+    shown = {part.name: where for where, part in _image_parts(request)}
+    for name, where in shown.items():
+        if name not in ids and name not in named:
+            raise bad_request(f"{where} must be an id of images (got {show(name)})", where)
+    for i, name in enumerate(ids):
+        if name not in shown:
+            rule = "shown by a part of a message"
+            raise bad_request(
+                f"images[{i}] must be {rule} (got {show(name)} unused)", f"images[{i}]"
+            )
+
+
+def _check_parts(request: wire.PlanRequest) -> None:
     for i, message in enumerate(request.messages or ()):
-        if isinstance(message.content, str):
-            continue
-        if message.role not in SEEING:
-            rule = f"a text in a message of role {message.role}"
-            raise bad_request(f"messages[{i}].content must be {rule} (got parts)", "messages")
-        shown = {part.image for part in message.content if isinstance(part, wire.ImagePart)}
-        if unknown := sorted(shown - set(ids)):
-            text = f"messages[{i}].content must name an image of images (got {show(unknown[0])})"
-            raise bad_request(text, "messages")
-        seen |= shown
-    if unused := [name for name in ids if name not in seen]:
-        rule = "shown by a part of a message"
-        raise bad_request(f"images must each be {rule} (got {show(unused[0])} unused)", "images")
+        if not isinstance(message.content, str) and message.role not in SEEING:
+            field, rule = f"messages[{i}].content", f"a text in a message of role {message.role}"
+            raise bad_request(f"{field} must be {rule} (got parts)", field)
 
 
-def image_ids(request: wire.PlanRequest) -> list[str]:
-    """Return the images that the messages show, in their order."""
-    return [
-        part.image
-        for message in request.messages or ()
-        if not isinstance(message.content, str)
-        for part in message.content
-        if isinstance(part, wire.ImagePart)
-    ]
+def _image_parts(request: wire.PlanRequest) -> Iterator[tuple[str, wire.ImagePart]]:
+    for i, message in enumerate(request.messages or ()):
+        if not isinstance(message.content, str):
+            for j, part in enumerate(message.content):
+                if isinstance(part, wire.ImagePart):
+                    yield f"messages[{i}].content[{j}].image", part
+
+
+def image_names(request: wire.PlanRequest) -> list[str]:
+    """Return the names of the images that the messages show, in their order."""
+    return [part.name for _, part in _image_parts(request)]
+
+
+def named_images(request: wire.PlanRequest) -> Iterator[tuple[str, str]]:
+    """Digest and field of each image that the messages name by its digest."""
+    for where, part in _image_parts(request):
+        if isinstance(part.image, wire.ImageDigest):
+            yield part.image.sha256, f"{where}.sha256"
 
 
 def check_answer(request: wire.PlanRequest | wire.Validate) -> None:

@@ -50,7 +50,7 @@ def asked(s: Session, count: int, sampling: SamplingConfig | None = None) -> Req
     rng = np.random.default_rng(count)
     ids: list[int] = rng.integers(0, 240, 11).tolist()
     for _ in range(count):
-        ids += [240, 241, 242, *rng.integers(0, 240, 7).tolist()]
+        ids += [240, 241, 242, *rng.integers(0, 240, 2).tolist()]
     images = s.images(ids, pictures(count))
     assert images
     end = Conversation(boundaries=((len(images.prompt), "prompt"),))

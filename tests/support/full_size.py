@@ -18,13 +18,10 @@ from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 
 @contextmanager
-def opened(
-    shape: str, reduced: bool, reporter: Reporter, *, vision: bool = False
-) -> Iterator[CudaBench]:
-    """An open package of random weights, with a vision tower if wanted."""
+def opened(shape: str, reduced: bool, reporter: Reporter) -> Iterator[CudaBench]:
+    """An open package of random weights."""
     variant = next(variants(Config(), ablations=False))
-    build = replace(variant.build, engine="cuda", vision="on" if vision else "off")
-    variant = replace(variant, build=build)
+    variant = replace(variant, build=replace(variant.build, engine="cuda", vision="off"))
     cubins = variant.engine.cubins_directory
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)

@@ -190,11 +190,16 @@ def _pictures(images: list[tuple[FileFormat, bytes]], manifest: Manifest) -> lis
     if not images:
         return []
     from thor_dflash.runtime.vision.decoder import read_picture
+    from thor_dflash.runtime.vision.picture import PixelLimits
 
     if (vision := manifest.vision) is None:
         raise RequestError("--image must go with a package that has a vision tower (got none)")
     most = max(manifest.image_patches) * PATCH**2
-    return [read_picture(data, kind, vision, most, where="--image") for kind, data in images]
+    limits = PixelLimits(vision.shortest, vision.longest).under(most)
+    try:
+        return [read_picture(data, kind, limits) for kind, data in images]
+    except RequestError as e:
+        raise RequestError(f"--image: {e}") from e
 
 
 def _messages(args: Namespace, images: int) -> list[dict[str, Any]] | None:

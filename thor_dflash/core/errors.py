@@ -60,6 +60,11 @@ class TransactionError(ThorError):
 class RequestError(ThorError):
     """A request this session cannot serve. Nothing was decoded."""
 
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
+        """The field at fault, where the caller is to find it in a larger request."""
+
 
 class CompilerBusy(RequestError):
     """Another schema is still being compiled. The same request may succeed later."""

@@ -15,19 +15,12 @@ from PIL import Image
 from support.seeing_model import frame
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.model_dims import TowerDims, VisionDims
 from thor_dflash.runtime.vision.decoder import RawSize, read_picture
-from thor_dflash.runtime.vision.picture import Picture, resized
+from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 
-VISION = VisionDims(
-    tower=TowerDims(depth=1, hidden=144, heads=2, intermediate=64, positions=48),
-    mrope=(11, 10),
-    image_token=3,
-    reserved=(3,),
-    shortest=65536,
-    longest=16777216,
-)
-MOST = 1 << 20
+MODEL = PixelLimits(65536, 16777216)
+"""As in the preprocessor_config.json of Qwen3.5 and later."""
+SERVED = MODEL.under(1 << 20)
 
 
 def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
@@ -37,7 +30,7 @@ def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
 
 
 def read(data: bytes, kind: Any = "png") -> Picture:
-    return read_picture(data, kind, VISION, MOST)
+    return read_picture(data, kind, SERVED)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +49,16 @@ def read(data: bytes, kind: Any = "png") -> Picture:
 )
 def test_sizes_of_cameras(sent: tuple[int, int], want: tuple[int, int]) -> None:
     """Source: transformers' processor."""
-    assert resized(*sent, VISION.shortest, VISION.longest) == want
+    assert MODEL.resized(*sent) == want
 
 
 def test_a_limit_of_pixels_shrinks_a_frame() -> None:
-    assert resized(1920, 1080, VISION.shortest, MOST) == (1344, 768)
+    assert SERVED.resized(1920, 1080) == (1344, 768)
 
 
 def test_a_png_is_the_picture_that_its_pixels_are() -> None:
     pixels = frame(1, 320, 256)
-    raw = read_picture(pixels.tobytes(), "rgb8", VISION, MOST, RawSize(width=320, height=256))
+    raw = read_picture(pixels.tobytes(), "rgb8", SERVED, RawSize(width=320, height=256))
     assert read(file_of(Image.fromarray(pixels))).digest == raw.digest
     assert (raw.pixels == pixels).all(), "a size that fits is not resized"
 
@@ -85,15 +78,15 @@ def test_a_photo_is_turned_as_its_camera_was() -> None:
     assert turned.pixels.shape == (320, 256, 3)
 
 
-def header_only(width: int, height: int) -> bytes:
-    """A PNG that says how large it is and then holds nothing."""
+def written(width: int, height: int, depth: int, pixels: bytes) -> bytes:
+    """A PNG that says how large it is and then holds this, grey."""
 
     def part(kind: bytes, body: bytes) -> bytes:
         size = struct.pack(">I", len(body))
         return size + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    whole = part(b"IHDR", head) + part(b"IDAT", zlib.compress(b"")) + part(b"IEND", b"")
+    head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    whole = part(b"IHDR", head) + part(b"IDAT", zlib.compress(pixels, 1)) + part(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + whole
 
 
@@ -105,9 +98,9 @@ def animated() -> bytes:
 GOOD = file_of(Image.fromarray(frame(5)), "JPEG")
 HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
     "too long": lambda: (b"\xff\xd8\xff" + bytes(8 << 20), "jpeg"),
-    "bomb": lambda: (file_of(Image.new("1", (12_000, 12_000))), "png"),
-    "above our limit of pixels": lambda: (file_of(Image.new("1", (5_000, 5_000))), "png"),
-    "huge by its header": lambda: (header_only(60_000, 60_000), "png"),
+    "bomb": lambda: (written(12_000, 12_000, 1, bytes(12_000 * 1_501)), "png"),
+    "above our limit of pixels": lambda: (written(4_100, 4_100, 1, bytes(4_100 * 514)), "png"),
+    "huge by its header": lambda: (written(60_000, 60_000, 8, b""), "png"),
     "line": lambda: (file_of(Image.new("L", (100_000, 1))), "png"),
     "truncated": lambda: (GOOD[: len(GOOD) // 2], "jpeg"),
     "cmyk": lambda: (file_of(Image.new("CMYK", (64, 64)), "JPEG"), "jpeg"),
@@ -126,7 +119,7 @@ def test_a_hostile_file_is_one_error(name: str) -> None:
     data, kind = HOSTILE[name]()
     tracemalloc.start()
     try:
-        with pytest.raises(RequestError, match="image"):
+        with pytest.raises(RequestError, match="data"):
             read(data, kind)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
+from support.image_requests import BAD, SHOWN, TEXT, asked, raw, showing
 from support.seeing_model import frame, seeing_session
 
 from thor_dflash.config.serving import ServeConfig
@@ -16,13 +19,14 @@ from thor_dflash.runtime.session import Request
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.client.retry import encode
+from thor_dflash.serving.planner.backend import Backend
+from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.planner.request_images import PictureStore, read_pictures
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol import codec, validation
 from thor_dflash.serving.protocol.messages import PlanRequest, Result
 
 CONFIG = ServeConfig(thinking="off", max_tokens=12, max_images=2)
-THIN = {"width": 6400, "height": 32}
-TEXT = {"type": "text", "text": "What is on the table? "}
 
 
 class Lent(SessionBackend):
@@ -37,20 +41,7 @@ def backend() -> SessionBackend:
     return Lent(seeing_session(), CONFIG)
 
 
-def raw(name: str, pixels: Array, **more: Any) -> dict[str, Any]:
-    height, width, _ = pixels.shape
-    size = {"width": width, "height": height}
-    return {"id": name, "format": "rgb8", "data": pixels.tobytes(), **size, **more}
-
-
-def asked(*images: dict[str, Any], **more: Any) -> dict[str, Any]:
-    parts = [TEXT, *({"type": "image", "image": image["id"]} for image in images)]
-    return {"messages": [{"role": "user", "content": parts}], "images": list(images), **more}
-
-
-def planned(
-    backend: SessionBackend, table: dict[str, Any], how: codec.Codec = codec.JSON
-) -> Result:
+def planned(backend: Backend, table: dict[str, Any], how: codec.Codec = codec.JSON) -> Result:
     """The result of a request that has been through a codec."""
     request = how.decode(how.encode(table), PlanRequest)
     validation.check(request)
@@ -95,59 +86,79 @@ def test_rows_and_formats_of_pixels_are_the_same_picture(backend: SessionBackend
     assert len(digests) == 1
 
 
-BAD = {
-    "unused": (lambda: {**asked(), "images": [raw("a", frame(1))]}, "images"),
-    "unknown": (lambda: asked(raw("a", frame(1))) | {"images": []}, "messages"),
-    "twice": (lambda: asked(raw("a", frame(1)), raw("a", frame(2))), "images"),
-    "too many": (lambda: asked(*(raw(n, frame(1)) for n in "abc")), "images"),
-    "short": (lambda: asked({**raw("a", frame(1)), "data": b"x"}), "images"),
-    "no size": (lambda: asked({"id": "a", "format": "rgb8", "data": b"x"}), "images"),
-    "no jpeg": (lambda: asked({"id": "a", "format": "jpeg", "data": b"x"}), "images"),
-    "narrow": (lambda: asked(raw("a", frame(1, 4, 64))), "images"),
-    "beyond every graph": (
-        lambda: asked({"id": "a", "format": "mono8", "data": bytes(6400 * 32)} | THIN),
-        "images",
-    ),
-    "no base64": (lambda: asked({**raw("a", frame(1)), "data": "@"}), "images[0].data"),
-    "with prompt": (lambda: {"prompt": "x", "images": [raw("a", frame(1))]}, "images"),
-    "system": (
-        lambda: {
-            "messages": [{"role": "system", "content": [{"type": "image", "image": "a"}]}],
-            "images": [raw("a", frame(1))],
-        },
-        "messages",
-    ),
-    "spelt": (
-        lambda: {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "<|image_pad|>"},
-                        {"type": "image", "image": "a"},
-                    ],
-                }
-            ],
-            "images": [raw("a", frame(1))],
-        },
-        "messages",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_shown_is_refused_by_its_field(backend: SessionBackend, name: str) -> None:
     make, field = BAD[name]
+    either: list[Backend] = [backend, MockBackend(CONFIG)]
+    for each in either[: 1 if name == "beyond every graph" else 2]:
+        with pytest.raises(PlanError) as error:
+            planned(each, make())
+        assert (error.value.code, error.value.field) == ("bad_request", field)
+        assert error.value.message.startswith(field)
+
+
+@pytest.mark.parametrize("mock", [False, True])
+def test_an_image_that_was_sent_is_named_by_its_digest(
+    backend: SessionBackend, *, mock: bool
+) -> None:
+    it = MockBackend(CONFIG) if mock else backend
+    sent = planned(it, asked(raw("a", frame(8, 256, 256))))
+    assert sent.images
+    again = planned(it, named := showing(sent.images[0].sha256))
+    assert again.images
+    assert again.images[0] == structs.replace(
+        sent.images[0], id=sent.images[0].sha256, cached=True, encode_ms=0.0
+    )
+    assert again.usage.prompt_tokens == sent.usage.prompt_tokens
+    assert mock or again.text == sent.text
+    request = codec.convert(named, PlanRequest)
     with pytest.raises(PlanError) as error:
-        planned(backend, make())
-    assert (error.value.code, error.value.field) == ("bad_request", field)
+        it.prepare(request, None, "another client")
+    assert error.value.field == f"{SHOWN}.image.sha256"
+
+
+def test_what_was_sent_long_ago_is_forgotten() -> None:
+    kept, pictures = (
+        PictureStore(2 * 256 * 256 * 3),
+        [Picture(frame(i, 256, 256)) for i in range(3)],
+    )
+    assert [kept.add("", p) for p in (*pictures[:2], pictures[0], pictures[2])] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    found = [kept.find("", p.digest.hex()) for p in pictures]
+    assert found == [pictures[0], None, pictures[2]]
+
+
+def test_a_mock_says_what_it_was_sent() -> None:
+    mock, pixels = MockBackend(ServeConfig(thinking="off")), frame(3, 288, 256)
+    table = asked(raw("front", pixels), raw('"\\', frame(4, 640, 480)))
+    plain, first, second = (planned(mock, t) for t in (asked(), table, table))
+    assert first.plan
+    assert plain.plan
+    digest = Picture(pixels).digest.hex()
+    assert f'2 images (front 288x256 sha256 {digest[:16]}; "\\ 640x480' in first.plan["goal"]
+    assert (first.text, first.plan["steps"]) == (second.text, plain.plan["steps"])
+    assert first.images
+    assert second.images
+    assert first.images[0].sha256 == digest
+    assert [i.tokens for i in first.images] == [72, 300]
+    assert first.usage.prompt_tokens == plain.usage.prompt_tokens + 372
+    assert [i.cached for i in (*first.images, *second.images)] == [False, False, True, True]
+
+
+def test_without_the_decoder_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    file = {"id": "a", "format": "png", "data": b"\x89PNG\r\n\x1a\n"}
+    with pytest.raises(PlanError, match="thor-dflash.images") as error:
+        planned(MockBackend(CONFIG), asked(file))
+    assert error.value.field == "images[0].format"
+    planned(MockBackend(CONFIG), asked(raw("a", frame(1, 256, 256))))
 
 
 def test_a_package_without_a_tower_refuses_images() -> None:
-    from support.constrained_model import session
-
+    request = codec.convert(asked(raw("a", frame(1))), PlanRequest)
     with pytest.raises(PlanError) as error:
-        planned(Lent(session(), CONFIG), asked(raw("a", frame(1))))
+        read_pictures(request, None, PictureStore(), "")
     assert error.value.field == "images"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.gateway.openai_api import NOBODY, Caller, plan_request, read
+from thor_dflash.serving.gateway.openai_api import NOBODY, Caller, error, plan_request, read
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.protocol.messages import PlanRequest
 
 
@@ -86,3 +87,10 @@ def test_files_come_from_below_one_directory(tmp_path: Path) -> None:
     ):  # fmt: skip
         field = fault(caller, **shown(image(f"file://{root}/{name}")))
         assert field == "messages[0].content[1].image_url", name
+
+
+def test_a_server_s_refusal_names_the_image_as_it_was_sent() -> None:
+    chat = read(json.dumps(shown(image(PNG), {"type": "text", "text": "x"}, image(PNG))).encode())
+    sent = error(bad_request("images[1].data must be a png file", "images[1].data"), chat)["error"]
+    assert sent["param"] == "messages[0].content[3].image_url"
+    assert sent["message"].startswith(sent["param"])

@@ -268,9 +268,10 @@ def _packaged(
 
 @contextmanager
 def random_session(
-    shape: str, tokenizer: Path, config: Config, reuse: int, progress: Progress
+    shape: str, tokenizer: Path | None, config: Config, reuse: int, progress: Progress
 ) -> Generator[Session]:
-    """A session of a full-size model with random weights, and the tokenizer of a directory.
+    """A session of a full-size model with random weights, and the tokenizer of a directory if one
+    is given.
 
     Raises:
         ConfigError: there is no such shape.
@@ -290,7 +291,7 @@ def random_session(
     build = dataclasses.replace(config.build, engine="cuda", chunk=chunk, chunks=sizes)
     engine_config = dataclasses.replace(config.engine, chunk=0)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
-    text = Tokenizer.load(tokenizer)
+    text = Tokenizer.load(tokenizer) if tokenizer else None
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         made = hollow(shape, out, variant)
