@@ -36,6 +36,13 @@ COUNTERS = (
     ("prefix_cache_swapped_in_bytes", "Bytes of states taken back.", "reuse", "swapped_in"),
     ("generation_tokens", "Answer tokens.", "tokens", "output"),
     ("thinking_tokens", "Thinking tokens.", "tokens", "thinking"),
+    ("images", "Images that prompts showed.", "images", "images"),
+    ("images_cached", "Those whose rows of the vision tower were kept.", "images", "cached"),
+    ("image_tokens", "Prompt tokens of images.", "images", "tokens"),
+    ("image_encode_ms", "Time of the vision tower, ms.", "images", "tower_ms"),
+    ("image_plans", "Plans that showed images.", "images", "plans"),
+    ("image_spec_decode_num_drafts", "Verify cycles of those plans.", "images", "cycles"),
+    ("image_spec_decode_num_accepted_tokens", "Drafts accepted in them.", "images", "accepted"),
     ("energy_seconds", "Time over which the energy was measured.", "energy", "seconds"),
 )
 SOURCES = (

@@ -254,6 +254,23 @@ class ReuseCounts(Struct, frozen=True, kw_only=True):
     """In use now."""
 
 
+class ImageCounts(Struct, frozen=True, kw_only=True):
+    """Plans that showed images."""
+
+    plans: int = 0
+    images: int = 0
+    cached: int = 0
+    """Of these images: those for which the vision tower did not run."""
+    tokens: int = 0
+    """Of the prompts, for these images."""
+    cycles: int = 0
+    """Of these plans, like the next two: as in `spec`, where other plans count too."""
+    drafted: int = 0
+    accepted: int = 0
+    tower_ms: float = 0.0
+    """Time of the vision tower."""
+
+
 class StatsReply(ControlReply, frozen=True):
     """The reply to `stats`."""
 
@@ -264,6 +281,7 @@ class StatsReply(ControlReply, frozen=True):
     spec: SpeculationCounts
     percentiles: Latencies
     last: tuple[PlanTimes, ...]
+    images: ImageCounts
     deadlines: DeadlineCounts
     energy: EnergyCounts
     histograms: Histograms

@@ -8,10 +8,10 @@ A job is in the table from its arrival until it is answered. It is answered exac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import show
@@ -19,6 +19,9 @@ from thor_dflash.serving.planner.backend import Prepared, StopReason
 from thor_dflash.serving.protocol import groot, messages
 from thor_dflash.serving.protocol.codec import Codec
 from thor_dflash.serving.protocol.errors import bad_request
+
+if TYPE_CHECKING:
+    from thor_dflash.runtime.vision.picture import Picture
 
 CLAIM_S = 60.0
 """How long a connection that was refused for lack of a place is remembered, so that others leave it
@@ -80,6 +83,8 @@ class Job:
     state: Literal["preparing", "queued", "running", "writing", "left"] = "preparing"
     """writing: the prefix is pinned, and the file thread writes or removes its file; the job can no
     longer be stopped."""
+    pictures: Mapping[str, Picture] | None = None
+    """Its images, once an image thread has read them."""
     prepared: Prepared | None = None
     stop: StopReason | None = None
     """Why to end early. Written by the I/O thread, read by the engine thread at every step."""
@@ -341,13 +346,22 @@ class Scheduler:
 
     def next(self) -> Job | None:
         """Return the job to run now if the engine is free: the most urgent, then the oldest.
-        Waiting does not raise a job's priority; a deadline bounds the wait instead.
+        Waiting does not raise a job's priority; a deadline bounds the wait instead. The order of a
+        session's jobs holds: while images of one are decoded, those behind it wait.
         """
         if self.running:
             return None
-        ready = [job for job in self._jobs if job.state == "queued"]
+        ready = [job for job in self._jobs if job.state == "queued" and not self._behind(job)]
         # max returns the first of equals, and jobs are in order of arrival.
         return max(ready, key=lambda job: job.priority, default=None)
+
+    def _behind(self, job: Job) -> bool:
+        """Whether an older job of its session, as urgent, is still being checked."""
+        older = takewhile(lambda other: other is not job, self._jobs)
+        return any(
+            one.state == "preparing" and one.session == job.session and one.priority >= job.priority
+            for one in older
+        )
 
     def remove(self, job: Job) -> bool:
         """Remove a job. Returns whether it was still in the table."""

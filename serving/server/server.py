@@ -1,6 +1,8 @@
 """The plan server: one I/O thread that always answers, one engine thread that decodes.
 
     client --- ROUTER --- I/O thread (handlers, scheduler) --- check thread (tokenise, compile)
+                              |                                  |
+                              +--- image threads (decode) -------+
                               |
                               +--- decode thread (large requests)
                               |
@@ -98,6 +100,7 @@ class Server:
         self._lifecycle = Lifecycle(config.watchdog_s)
         self._events: SimpleQueue[WorkerEvent] = SimpleQueue()
         self._checks: PriorityQueue[CheckItem] = PriorityQueue()
+        self._images: SimpleQueue[Job | None] = SimpleQueue()
         self._order = count()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._undecoded: SimpleQueue[UndecodedRequest | None] = SimpleQueue()
@@ -176,6 +179,9 @@ class Server:
         heartbeat = self._lifecycle.heartbeat
         workers.run_engine(self._load, self._jobs, self._emit, heartbeat, self._log, self._traced)
 
+    def _read_images(self, backend: Backend) -> None:
+        workers.read_images(backend, self._images, self._queue_check, self._emit, self._log)
+
     def _run_thread(self, target: Callable[[], None]) -> None:
         """Run a thread's work. Any exception ends the server, which would otherwise look healthy
         and answer nothing.
@@ -187,7 +193,14 @@ class Server:
             self._emit(ServerFailed(ThorError(fault)))
             self._log(traceback.format_exc())
 
-    def _check(self, item: Job | PendingRequest | None) -> None:
+    def _check(self, item: Job | PendingRequest) -> None:
+        if isinstance(item, Job) and workers.must_decode(item):
+            self._images.put(item)
+        else:
+            self._queue_check(item)
+
+    def _queue_check(self, item: Job | PendingRequest | None) -> None:
+        """Queue work for the check thread. Called by the I/O thread and the image threads."""
         self._checks.put(workers.check_item(next(self._order), item))
 
     def _emit(self, event: WorkerEvent) -> None:
@@ -227,6 +240,7 @@ class Server:
         self._handlers.expire(now)
         for routing in self._router.retry(now):
             self._handlers.peer_lost(routing)
+        self._handlers.dispatch()  # a job may have waited for one that has left
         self._watch(now)
         self._drain_and_stop(now)
         self._log_state()
@@ -249,6 +263,8 @@ class Server:
 
     def _ready(self, backend: Backend) -> None:
         self._start(lambda: workers.run_checks(backend, self._checks, self._emit, self._log))
+        for _ in range(workers.IMAGE_THREADS):
+            self._start(partial(self._read_images, backend))
         self._start(lambda: workers.write_files(backend, self._files, self._emit, self._log))
         lifecycle = self._lifecycle
         lifecycle.backend = backend
@@ -297,7 +313,9 @@ class Server:
         self._jobs.put(None)
         self._undecoded.put(None)
         self._files.put(None)
-        self._check(None)
+        self._queue_check(None)
+        for _ in range(workers.IMAGE_THREADS):
+            self._images.put(None)
         begun = time.monotonic()
         # Wait in short intervals: a second stop may arrive meanwhile.
         while not self.ended(MOMENT_S / 10) and time.monotonic() < begun + self._patience_s():

@@ -23,6 +23,9 @@ BOUNDS_MS = (
 )  # fmt: skip
 """Upper bounds of the buckets of a histogram, ms; the last bucket has none. A plan of the 27B takes
 10 to 20 s, a wait in the queue anything from nothing to a minute."""
+DRAFTING = ("cycles", "drafted", "accepted")
+IMAGES = ("plans", "images", "cached", "tokens", *DRAFTING)
+"""Counts of plans that showed images."""
 LATE: Mapping[Code, str] = {"deadline": "missed", "deadline_infeasible": "refused"}
 """Error code -> how a plan that ended with it fared with its deadline; other codes say nothing."""
 
@@ -56,11 +59,15 @@ class Stats:
     spec: Counter[str] = field(default_factory=Counter[str])
     sources: dict[DraftSource, DraftCounts] = field(default_factory=dict[DraftSource, DraftCounts])
     """Drafts by where they came from."""
+    images: Counter[str] = field(default_factory=Counter[str])
+    """Plans that showed images, these images, and how the drafts of such plans fared."""
     per_position: Counter[int] = field(default_factory=Counter[int])
     deadlines: Counter[str] = field(default_factory=Counter[str])
     """Plans with a deadline: met, missed or refused as infeasible."""
     joules: Counter[str] = field(default_factory=Counter[str])
     """Energy of the plans by power rail."""
+    tower_ms: float = 0.0
+    """Time of the vision tower."""
     measured_s: float = 0.0
     """Time over which the energy was measured, s: of all runs if there are sensors."""
     histograms: dict[str, Histogram] = field(
@@ -81,8 +88,19 @@ class Stats:
             for source, counts in spec.sources.items():
                 self.sources[source] = self.sources.get(source, DraftCounts()).plus(counts)
             self.per_position.update(dict(enumerate(spec.accepted_per_position)))
+        if result.images:
+            self._images(result, result.images)
         if result.timings is not None:
             self._times(result, result.timings)
+
+    def _images(self, result: messages.Result, images: tuple[messages.ImageResult, ...]) -> None:
+        self.images.update(plans=1, images=len(images))
+        for image in images:
+            self.images["cached"] += image.cached
+            self.images["tokens"] += image.tokens
+            self.tower_ms += image.encode_ms
+        for name in DRAFTING if result.spec else ():
+            self.images[name] += getattr(result.spec, name)
 
     def _times(self, result: messages.Result, times: Timings) -> None:
         listed = {name: getattr(times, name) for name in LATENCIES}
@@ -136,6 +154,7 @@ class Stats:
                 for name in LATENCIES
             },
             "last": list(self._last)[-MAX_LISTED:],
+            "images": {**{name: self.images[name] for name in IMAGES}, "tower_ms": self.tower_ms},
             "deadlines": dict(self.deadlines),
             "energy": {"joules": dict(self.joules), "seconds": self.measured_s},
             "histograms": {

@@ -1,5 +1,6 @@
-"""The worker threads behind the I/O thread: the check thread prepares requests, the engine thread
-runs jobs, the file thread writes and removes files: prefixes and traces.
+"""The worker threads behind the I/O thread: the image threads decode what requests show, the check
+thread prepares requests, the engine thread runs jobs, the file thread writes and removes files:
+prefixes and traces.
 
 They take work from queues and emit events. None of them touches a socket or the scheduler.
 """
@@ -10,12 +11,12 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, PriorityQueue, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import structs
 
@@ -29,10 +30,15 @@ from thor_dflash.serving.server.request_reader import UNEXPECTED, DecodedRequest
 from thor_dflash.serving.server.scheduler import Job, Peer
 from thor_dflash.serving.server.trace import StepTrace
 
+if TYPE_CHECKING:
+    from thor_dflash.runtime.vision.picture import Picture
+
 T = TypeVar("T")
 ENGINE_NICENESS = 5
 """Niceness of the engine's threads. They keep every core busy for whole time slices, and a waking
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
+IMAGE_THREADS = 2
+"""Images of 16 megapixels take half a second and 250 MB each."""
 LEAST_BYTES = 1024
 """What a body that waits to be decoded counts at least in its client's share, bytes."""
 WAIT_S_PER_BYTE = 0.05 / (1 << 20)
@@ -218,6 +224,33 @@ def decode_requests(
         emit(RequestDecoded(item, read_request(item.body, token, log)))
 
 
+def must_decode(job: Job) -> bool:
+    """Whether a job has images for the image threads."""
+    return isinstance(job.request, messages.PlanRequest) and bool(job.request.images)
+
+
+def read_images(
+    backend: Backend,
+    inbox: SimpleQueue[Job | None],
+    check: Callable[[Job], None],
+    emit: Callable[[WorkerEvent], None],
+    log: Log,
+) -> None:
+    """Decode the images of requests until None arrives, and pass each request on to be checked. A
+    large image takes a second, for which no other request waits. As many jobs as the queue of plans
+    has places may wait here.
+    """
+    while (job := inbox.get()) is not None:
+        if job.state != "preparing":
+            continue  # it was cancelled, or its deadline has passed
+        found = _guard(partial(_read_images, backend, job), log)
+        if isinstance(found, PlanError):
+            emit(JobChecked(job, found))
+        else:
+            job.pictures = found
+            check(job)
+
+
 def run_checks(
     backend: Backend,
     inbox: PriorityQueue[CheckItem],
@@ -267,9 +300,14 @@ def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
     return {**pinned.answer, "persisted": pinned.request.persist}
 
 
+def _read_images(backend: Backend, job: Job) -> Mapping[str, Picture]:
+    assert isinstance(job.request, messages.PlanRequest)
+    return backend.read_images(job.request, job.peer.key)
+
+
 def _prepare(backend: Backend, job: Job) -> Prepared:
     assert isinstance(job.request, messages.PlanRequest)
-    return backend.prepare(job.request, left_ms(job.deadline), job.peer.key)
+    return backend.prepare(job.request, left_ms(job.deadline), job.peer.key, job.pictures)
 
 
 def lower_priority() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import struct
 import tracemalloc
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from support.image_files import HOSTILE, file_of
 from support.seeing_model import frame
 
 from thor_dflash.core.errors import RequestError
@@ -21,12 +18,6 @@ from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 MODEL = PixelLimits(65536, 16777216)
 """As in the preprocessor_config.json of Qwen3.5 and later."""
 SERVED = MODEL.under(1 << 20)
-
-
-def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **more)
-    return out.getvalue()
 
 
 def read(data: bytes, kind: Any = "png") -> Picture:
@@ -76,42 +67,6 @@ def test_a_photo_is_turned_as_its_camera_was() -> None:
     exif[0x0112] = 6
     turned = read(file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95), "jpeg")
     assert turned.pixels.shape == (320, 256, 3)
-
-
-def written(width: int, height: int, depth: int, pixels: bytes) -> bytes:
-    """A PNG that says how large it is and then holds this, grey."""
-
-    def part(kind: bytes, body: bytes) -> bytes:
-        size = struct.pack(">I", len(body))
-        return size + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
-    whole = part(b"IHDR", head) + part(b"IDAT", zlib.compress(pixels, 1)) + part(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + whole
-
-
-def animated() -> bytes:
-    frames = [Image.fromarray(frame(i)) for i in range(2)]
-    return file_of(frames[0], save_all=True, append_images=frames[1:])
-
-
-GOOD = file_of(Image.fromarray(frame(5)), "JPEG")
-HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
-    "too long": lambda: (b"\xff\xd8\xff" + bytes(8 << 20), "jpeg"),
-    "bomb": lambda: (written(12_000, 12_000, 1, bytes(12_000 * 1_501)), "png"),
-    "above our limit of pixels": lambda: (written(4_100, 4_100, 1, bytes(4_100 * 514)), "png"),
-    "huge by its header": lambda: (written(60_000, 60_000, 8, b""), "png"),
-    "line": lambda: (file_of(Image.new("L", (100_000, 1))), "png"),
-    "truncated": lambda: (GOOD[: len(GOOD) // 2], "jpeg"),
-    "cmyk": lambda: (file_of(Image.new("CMYK", (64, 64)), "JPEG"), "jpeg"),
-    "16 bits": lambda: (file_of(Image.fromarray(np.zeros((64, 64), np.uint16))), "png"),
-    "animated": lambda: (animated(), "png"),
-    "another type": lambda: (file_of(Image.new("RGB", (64, 64)), "GIF"), "png"),
-    "a png as jpeg": lambda: (file_of(Image.new("RGB", (64, 64))), "jpeg"),
-    "polyglot": lambda: (b"\x89PNG\r\n\x1a\n" + GOOD, "png"),
-    "scans": lambda: (GOOD[:-2] + b"\xff\xda\x00\x02" * 40 + GOOD[-2:], "jpeg"),
-    "nothing": lambda: (b"", "png"),
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

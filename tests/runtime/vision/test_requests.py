@@ -177,6 +177,26 @@ def test_a_cancel_may_wait_for_the_tower(
     assert backend.rates.bound_ms() >= 600
 
 
+def test_deadlines_count_the_tower_until_it_has_run(backend: SessionBackend) -> None:
+    backend.rates.cycle(10.0, 4, thinking=True)
+    for size in seeing_session().manifest.image_patches:
+        backend.rates.encoded(5000.0, size)
+    request = codec.convert(asked(raw("a", frame(78)), thinking="auto"), PlanRequest)
+    text = codec.convert(asked(thinking="auto"), PlanRequest)
+    backend.config = ServeConfig(thinking="auto", thinking_budget=8, max_tokens=12)
+
+    def prepared(what: PlanRequest) -> tuple[bool, float]:
+        found = backend.prepare(what, 4000.0)
+        return found.thinks, found.min_ms
+
+    assert prepared(text)[0]
+    thinks, least = prepared(request)
+    assert (thinks, least > 5000) == (False, True)
+    planned(backend, asked(raw("a", frame(78))))
+    thinks, least = prepared(request)
+    assert (thinks, least < 4000) == (True, True)
+
+
 def test_a_server_says_that_it_sees(backend: SessionBackend) -> None:
     assert "images" in backend.about.features
 

@@ -172,10 +172,10 @@ class Recorder(MockBackend):
         self.asked: list[tuple[messages.PlanRequest, str]] = []
 
     def prepare(
-        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = "", *images: Any
     ) -> Prepared:
         self.asked.append((ask, scope))
-        return super().prepare(ask, left_ms, scope)
+        return super().prepare(ask, left_ms, scope, *images)
 
 
 def test_who_asks_and_in_which_conversation(house: Any) -> None:

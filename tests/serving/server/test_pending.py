@@ -38,9 +38,9 @@ class Slow(MockBackend):
         self.asked: list[str] = []
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def prepare(self, ask: Any, left_ms: Any, scope: str = "") -> Any:
+    def prepare(self, ask: Any, left_ms: Any, scope: str = "", *images: Any) -> Any:
         self.asked.append(ask.id)
-        return super().prepare(ask, left_ms, scope)
+        return super().prepare(ask, left_ms, scope, *images)
 
     def validate(self, request: Any) -> Any:
         self.asked.append(request.id)

@@ -25,10 +25,10 @@ class Recorder(MockBackend):
         self.scopes: list[str] = []
 
     def prepare(
-        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = ""
+        self, ask: messages.PlanRequest, left_ms: float | None, scope: str = "", *images: Any
     ) -> Prepared:
         self.scopes.append(scope)
-        return super().prepare(ask, left_ms, scope)
+        return super().prepare(ask, left_ms, scope, *images)
 
     @property
     def reuse(self) -> ReuseCounts:

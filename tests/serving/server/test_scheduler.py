@@ -107,6 +107,23 @@ def test_the_most_urgent_first_then_the_oldest() -> None:
     assert run_all(scheduler) == ["c", "d", "put", "b", "a", "e"]
 
 
+def test_jobs_of_a_session_wait_for_the_images_of_an_older_one() -> None:
+    """But for more urgent ones; and not if it has left."""
+    scheduler = Scheduler(8)
+    first = job("first", "arm", preempt="none")
+    scheduler.arrive(first, 850.0)
+    queue(scheduler, job("other"), job("second", "arm", preempt="none"))
+    queue(scheduler, job("urgent", "arm", priority=6, preempt="none"))
+    assert run_all(scheduler) == ["urgent", "other"]
+    accept(scheduler, first)
+    assert run_all(scheduler) == ["first", "second"]
+    scheduler.arrive(gone := job("gone", "arm", preempt="none"), 850.0)
+    queue(scheduler, job("third", "arm", preempt="none"))
+    assert run_all(scheduler) == []
+    assert scheduler.remove(gone)
+    assert run_all(scheduler) == ["third"]
+
+
 def test_waiting_makes_nobody_more_urgent_and_deadlines_pass_in_the_queue_only() -> None:
     scheduler = Scheduler(2)
     queue(scheduler, low := job("low", priority=4, deadline_ms=60_000))

@@ -43,6 +43,23 @@ def test_speculation_is_summed() -> None:
     assert stats.show()["finished"] == {"stop": 3}
 
 
+def test_plans_with_images_are_counted_apart() -> None:
+    stats = Stats()
+    spec = Speculation(cycles=5, drafted=20, accepted=7)
+    one = {"sha256": "", "width": 64, "height": 64, "tokens": 4}
+    images = (
+        messages.ImageResult(id="a", encode_ms=2.5, **one),
+        messages.ImageResult(id="b", cached=True, **one),
+    )
+    for shown in (images, images[:1], None):
+        stats.result(messages.Result(finish_reason="stop", spec=spec, images=shown))
+    assert stats.show()["images"] == {
+        "plans": 2, "images": 3, "cached": 1, "tokens": 12, "tower_ms": 5.0,
+        "cycles": 10, "drafted": 40, "accepted": 14,
+    }  # fmt: skip
+    assert stats.show()["spec"]["cycles"] == 15
+
+
 def test_a_deadline_is_met_only_by_a_plan_that_was_not_cut_and_came_in_time() -> None:
     stats = Stats()
     whole = messages.Result(finish_reason="stop")
