@@ -6,12 +6,16 @@ the memory for the arguments; a launch rule never sees an address."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import Attribute, Attributes, Op
+
+Choice = Mapping[str, int]
+"""A legal way to launch a call: parameters of its operator's launch rule by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,16 @@ class Device:
     multiprocessors: int
     shared: int = 232448
     """Maximum shared memory of one block, bytes."""
+    tuned: Mapping[str, Choice] = field(default_factory=dict[str, Choice], hash=False, repr=False)
+    """Choices that replace those of the rules, by the `key` of a call."""
+
+    def choice(self, site: CallSite) -> Choice | None:
+        """Returns the choice for a call that replaces its rule's, if there is one."""
+        return self.tuned.get(site.key) if self.tuned else None
+
+    def choosing(self, site: CallSite, choice: Choice) -> Device:
+        """Returns this device with another choice for one call."""
+        return replace(self, tuned={**self.tuned, site.key: choice})
 
 
 THOR = Device((11, 0), 20)
@@ -63,6 +77,19 @@ class CallSite:
 
     def __contains__(self, port: str) -> bool:
         return port in self.ports
+
+    @property
+    def key(self) -> str:
+        """What calls with the same launches have in common: a hash of operator, attributes and
+        sizes. Caches and rings are left out, whose sizes a session decides, and what is prefetched.
+        """
+        ports = {
+            name: (shaped.dtype.value, shaped.shape)
+            for name, shaped in self.ports.items()
+            if name != PREFETCHED and not any(word in name for word in SESSION_SIZED)
+        }
+        parts = (self.op.name, sorted(self.attributes.values.items()), sorted(ports.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +161,8 @@ NO_DEFINES: Mapping[str, int] = {}
 PREFETCHED = "next_packed"
 """Port of a call that prefetches: the packed weight of the next product, which a later call
 reads."""
+SESSION_SIZED = ("cache_", "ring_")
+"""Parts of the names of ports whose sizes depend on the session's context."""
 MOST_PREFETCHED = 24 << 20
 """Most bytes of a weight to prefetch: a Thor's L2 cache has 32 MiB, an H100's 50."""
 
@@ -189,6 +218,20 @@ def _nothing(site: CallSite) -> str:
     return ""
 
 
+ActiveClusters = Callable[[Launch], int]
+"""Returns how many clusters of a launch a device runs at the same time."""
+Candidates = Callable[["CallSite", Device, "ActiveClusters | None"], "tuple[Choice, ...]"]
+"""Returns legal choices for a call, the rule's first, then a few that may be faster on some device.
+Without ActiveClusters the rule's estimate is used. A rule without a choice returns nothing."""
+
+
+def no_candidates(
+    site: CallSite, device: Device, active: ActiveClusters | None
+) -> tuple[Choice, ...]:
+    """`Candidates` of a rule without a choice."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class OpKernels:
     """The kernels of one operator, as engines and builders use them."""
@@ -197,6 +240,7 @@ class OpKernels:
     launches: Callable[[CallSite, Device], tuple[Launch, ...]]
     refuse: Callable[[CallSite], str] = _nothing
     """Returns why the kernels cannot run a call, or "" if they can."""
+    candidates: Candidates = no_candidates
     in_place: frozenset[str] = frozenset()
     """Outputs that overwrite the input whose next value they are."""
     optional: frozenset[str] = frozenset()

@@ -37,6 +37,8 @@ OPTIONS = (
 might fuse them for some rows of an unrolled loop and not for others, and a row's bits would depend
 on its place. NVRTC's own cache, which it has where there is a driver, is off: it returns no log,
 and cubins are cached here."""
+SOURCES = ("*.cu", "*.cuh", "*launch.py", "partition.py", "layout.py")
+"""Names of the files of kernels and launch rules."""
 ENDING = ".cubin"
 """End of the name of a compiled kernel's file."""
 SEAL = hashlib.sha256().digest_size
@@ -150,6 +152,19 @@ def digest(source: Path, defines: Mapping[str, int], arch: str) -> str:
     made = hashlib.sha256(repr((version, arch, OPTIONS, _defines(defines))).encode())
     for name, text in (("", source.read_bytes()), *_headers()):
         made.update(f"\0{name}\0{len(text)}\0".encode() + text)
+    return made.hexdigest()
+
+
+@cache
+def sources_digest() -> str:
+    """Returns a hash of all that decides which launches there are and what they do: kernels, launch
+    rules, options, compiler version.
+    """
+    version = _check_all(_nvrtc().nvrtcVersion(), "nvrtcVersion")
+    made = hashlib.sha256(repr((version, OPTIONS)).encode())
+    for path in sorted(p for pattern in SOURCES for p in ROOT.rglob(pattern)):
+        text = path.read_bytes()
+        made.update(f"\0{path.relative_to(ROOT).as_posix()}\0{len(text)}\0".encode() + text)
     return made.hexdigest()
 
 

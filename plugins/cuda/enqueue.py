@@ -93,6 +93,14 @@ def enqueue(
     overlap: bool,
 ) -> None:
     """Launch one kernel on a stream. With `overlap` it may start before the previous one ends."""
+    config = configuration(gate, stream, launch, overlap=overlap)
+    pointers, held = pack(arguments)
+    gate("cuLaunchKernelEx", config, kernel, ctypes.addressof(pointers), 0)
+    del held  # the driver has copied the arguments
+
+
+def configuration(gate: DriverCalls, stream: Any, launch: Launch, *, overlap: bool) -> Any:
+    """Returns the driver's description of a launch, without kernel and arguments."""
     cu = gate.cu
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
@@ -113,6 +121,4 @@ def enqueue(
         one.value.clusterDim.y = one.value.clusterDim.z = 1
         attributes.append(one)
     config.attrs, config.numAttrs = attributes, len(attributes)
-    pointers, held = pack(arguments)
-    gate("cuLaunchKernelEx", config, kernel, ctypes.addressof(pointers), 0)
-    del held  # the driver has copied the arguments
+    return config

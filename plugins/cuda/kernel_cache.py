@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from thor_dflash.plugins.cuda.compile import Cubin, architecture, load
 from thor_dflash.plugins.cuda.driver import DriverCalls
+from thor_dflash.plugins.cuda.enqueue import configuration
 from thor_dflash.plugins.launch import Device, Launch
 
 COMPILERS = 4
@@ -43,12 +44,15 @@ class Kernels:
         self._found: dict[tuple[Image, str], Any] = {}
         self._shared: dict[tuple[Image, str], int] = {}
 
-    def compiling(self, launches: Iterable[tuple[Path, Launch]]) -> Compiling:
-        """Start compiling all that these launches need, given with their source files, on several
-        threads in the background.
+    def compiling(
+        self, launches: Iterable[tuple[Path, Launch]], threads: int = COMPILERS
+    ) -> Compiling:
+        """Start compiling all that these launches need and that is not loaded, given with their
+        source files, on several threads in the background.
         """
         wanted = dict.fromkeys(_image(source, launch) for source, launch in launches)
-        return Compiling(self, wanted, self._cubins)
+        missing = [image for image in wanted if image not in self._modules]
+        return Compiling(self, missing, self._cubins, threads)
 
     def take(self, image: Image, cubin: Cubin) -> None:
         """Load an image.
@@ -76,13 +80,21 @@ class Kernels:
             self._shared[key] = launch.shared
         return self._found[key]
 
+    def active_clusters(self, source: Path, launch: Launch) -> int:
+        """Returns how many clusters of a launch the device runs at the same time, by the driver."""
+        kernel = self.function(source, launch)
+        config = configuration(self.gate, None, launch, overlap=False)
+        return int(self.gate("cuOccupancyMaxActiveClusters", kernel, config))
+
 
 class Compiling:
     """Images being compiled in background threads; a context manager, whose exit ends them."""
 
-    def __init__(self, kernels: Kernels, wanted: Iterable[Image], cubins: Path) -> None:
+    def __init__(
+        self, kernels: Kernels, wanted: Iterable[Image], cubins: Path, threads: int
+    ) -> None:
         self._kernels = kernels
-        self._pool = ThreadPoolExecutor(COMPILERS)
+        self._pool = ThreadPoolExecutor(threads)
         self._jobs = {
             image: self._pool.submit(_cubin, image, kernels.device, cubins) for image in wanted
         }

@@ -9,7 +9,9 @@ import numpy as np
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.draft_attention import OP
 from thor_dflash.plugins.launch import (
+    ActiveClusters,
     CallSite,
+    Choice,
     Device,
     Int,
     Launch,
@@ -127,11 +129,8 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """
     a = site.attributes
     heads, kv, dim = (a.integer(n) for n in ("heads", "kv_heads", "head_dim"))
-    rows = site.size("q", 0)
-    here = BLOCK_ROWS // (16 if rows <= 16 else 32)
-    owners = kv * -(-heads // kv // here)
-    # One block per multiprocessor: more stretches would only mean more merging.
-    splits = min(STRETCHES, max(2, device.multiprocessors // owners))
+    rows, owners = site.size("q", 0), _owners(site)
+    splits = (device.choice(site) or _rule(site, device))["splits"]
     parts = owners * splits * BLOCK_ROWS
     ports = ("q", "k", "v", "q_norm", "k_norm", "length", "window", "first", "ring_k", "ring_v")
     return (
@@ -168,4 +167,23 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     )
 
 
-KERNELS = OpKernels(OP, launches, refuse, writes_slabs=always)
+def _owners(site: CallSite) -> int:
+    """Blocks that share a stretch of the context: heads times blocks of their rows."""
+    heads, kv = (site.attributes.integer(n) for n in ("heads", "kv_heads"))
+    here = BLOCK_ROWS // (16 if site.size("q", 0) <= 16 else 32)
+    return kv * -(-heads // kv // here)
+
+
+def _rule(site: CallSite, device: Device) -> Choice:
+    # One block per multiprocessor: more stretches would only mean more merging.
+    return {"splits": min(STRETCHES, max(2, device.multiprocessors // _owners(site)))}
+
+
+def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call: stretches of the context."""
+    rule = _rule(site, device)
+    every = ({"splits": count} for count in (2, 4, 6, STRETCHES))
+    return (rule, *(choice for choice in every if choice != rule))
+
+
+KERNELS = OpKernels(OP, launches, refuse, candidates, writes_slabs=always)

@@ -8,8 +8,10 @@ from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.gdn import OP
 from thor_dflash.plugins.launch import (
+    ActiveClusters,
     BufferOffset,
     CallSite,
+    Choice,
     Device,
     Int,
     Launch,
@@ -133,9 +135,13 @@ def heads(site: CallSite) -> int:
     """Returns the value heads of a thread block: the largest number, up to MOST_HEADS, that divides
     the value heads of a key head.
     """
+    return max(_divisors(site))
+
+
+def _divisors(site: CallSite) -> list[int]:
     a = site.attributes
     ratio = a.integer("value_heads") // a.integer("key_heads")
-    return max(n for n in range(1, MOST_HEADS + 1) if ratio % n == 0)
+    return [n for n in range(1, MOST_HEADS + 1) if ratio % n == 0]
 
 
 def shared_bytes(rows: int, held: int, count: int) -> int:
@@ -168,11 +174,12 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     if site.attributes.word("mode") == "prefill":
         return _prefill(site)
     a = site.attributes
-    rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), heads(site)
-    blocks = a.integer("value_heads") // count * (DIM // SLAB)
+    choice = device.choice(site) or _rule(site, device)
+    rows, held, count = site.size("qkv", 0), site.size("record_qkv", 0), choice["heads"]
+    blocks = _blocks(site, count)
     states = a.word("saves") == "states"
-    shared = shared_bytes(rows, 0 if states else held, count)
-    if blocks <= device.multiprocessors:
+    shared = _own_bytes(site, count)
+    if choice["alone"]:
         shared = max(shared, alone_bytes(device))
     return (
         Launch(
@@ -204,6 +211,39 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
             source="decode.cu",
         ),
     )
+
+
+def _rule(site: CallSite, device: Device) -> Choice:
+    """The choice for a verify: value heads of a block, and whether it is alone of its launch on a
+    multiprocessor.
+    """
+    count = heads(site)
+    return {"heads": count, "alone": int(_blocks(site, count) <= device.multiprocessors)}
+
+
+def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call; a prefill has none."""
+    if site.attributes.word("mode") == "prefill":
+        return ()
+    rule, least = _rule(site, device), alone_bytes(device)
+    every = [
+        {"heads": count, "alone": alone}
+        for count in reversed(_divisors(site))
+        for alone in (1, 0)
+        if not alone or _own_bytes(site, count) < least
+    ]
+    return (rule, *(choice for choice in every if choice != rule))
+
+
+def _blocks(site: CallSite, count: int) -> int:
+    """Blocks of a verify launch with `count` value heads each."""
+    return site.attributes.integer("value_heads") // count * (DIM // SLAB)
+
+
+def _own_bytes(site: CallSite, count: int) -> int:
+    """Shared memory that a verify block of `count` value heads uses, bytes."""
+    held = 0 if site.attributes.word("saves") == "states" else site.size("record_qkv", 0)
+    return shared_bytes(site.size("qkv", 0), held, count)
 
 
 def _next(site: CallSite) -> int:
@@ -281,6 +321,7 @@ KERNELS = OpKernels(
     OP,
     launches,
     refuse,
+    candidates,
     in_place=frozenset({"next_state"}),
     prefetches=_verifies,
     fuses_head_norm=_verifies,

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from thor_dflash.plugins.head import OP
 from thor_dflash.plugins.head.argmax_launch import best_launches
-from thor_dflash.plugins.launch import CallSite, Device, Launch, OpKernels
+from thor_dflash.plugins.launch import (
+    ActiveClusters,
+    CallSite,
+    Choice,
+    Device,
+    Launch,
+    OpKernels,
+)
 from thor_dflash.plugins.linear import pack
 from thor_dflash.plugins.linear.decode_launch import (
     MOST_ROWS,
     Epilogue,
     FusedEpilogue,
+    decode_candidates,
     decode_launches,
 )
 from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
@@ -17,14 +25,20 @@ from thor_dflash.plugins.linear.launch import PAIR, refuse_weight
 TOLERANCE = 2.0**-8
 """For the logits: as in linear, but without the final rounding."""
 
+_FUSED = FusedEpilogue(Epilogue.LOGITS, ("logits",), folder="../linear/")
+
 
 def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """Returns the launches of the norm and projection, as linear's, and, if the call has the port
     `best`, of the search over the logits.
     """
-    fused = FusedEpilogue(Epilogue.LOGITS, ("logits",), folder="../linear/")
     search = best_launches(site, device, "logits") if "best" in site else ()
-    return (*decode_launches(site, device, fused), *search)
+    return (*decode_launches(site, device, _FUSED), *search)
+
+
+def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call."""
+    return decode_candidates(site, device, active, _FUSED)
 
 
 def refuse(site: CallSite) -> str:
@@ -41,6 +55,7 @@ KERNELS = OpKernels(
     OP,
     launches,
     refuse,
+    candidates,
     optional=frozenset({"best"}),
     packed=pack.packed,
     pack=pack.pack,

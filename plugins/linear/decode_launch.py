@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -11,8 +11,10 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.launch import (
     MOST_PREFETCHED,
     PREFETCHED,
+    ActiveClusters,
     Argument,
     CallSite,
+    Choice,
     Device,
     Int,
     Launch,
@@ -33,7 +35,10 @@ from thor_dflash.plugins.linear.partition import (
     OFFSET_UNIT,
     SLIM,
     WARPS,
+    CutChoice,
     Partition,
+    cut_by,
+    cut_candidates,
     first_tiles,
     halves,
     lanes,
@@ -188,9 +193,32 @@ def _unscaled(site: CallSite) -> bool:
     return "x_slabs" in site and "x_squares" in site
 
 
+def _by_head(site: CallSite) -> bool:
+    """Whether it receives rows that lack the factors 1 / rms of their heads."""
+    return _unscaled(site) and bool(site.attributes.values.get("head_dim", 0))
+
+
 def _cut(site: CallSite, device: Device) -> Partition:
-    by_head = _unscaled(site) and bool(site.attributes.values.get("head_dim", 0))
+    by_head = _by_head(site)
+    if choice := device.choice(site):
+        return cut_by(layout(site), CutChoice(**choice), by_head=by_head)
     return partition(layout(site), device.multiprocessors, by_head=by_head)
+
+
+def decode_candidates(
+    site: CallSite, device: Device, active: ActiveClusters | None, fused: FusedEpilogue
+) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a product with few rows: cuts of its columns and of K."""
+
+    def count(choice: CutChoice) -> int:
+        assert active is not None
+        chosen = device.choosing(site, asdict(choice))
+        return active(_product(site, chosen, fused, Pointer("x_slabs")))
+
+    plan, by_head = layout(site), _by_head(site)
+    counted = count if active else None
+    cuts = cut_candidates(plan, device.multiprocessors, counted, by_head=by_head)
+    return tuple(asdict(choice) for choice in cuts)
 
 
 def _loaded(count: int, clusters: int) -> int:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from thor_dflash.plugins.contract import Attribute
-from thor_dflash.plugins.launch import CallSite, Device, Launch, OpKernels
+from thor_dflash.plugins.launch import (
+    ActiveClusters,
+    CallSite,
+    Choice,
+    Device,
+    Launch,
+    OpKernels,
+)
 from thor_dflash.plugins.linear import OP, pack, prefill_launch
 from thor_dflash.plugins.linear.decode_launch import (
     HEAD_COLUMNS,
     MOST_ROWS,
     Epilogue,
     FusedEpilogue,
+    decode_candidates,
     decode_launches,
     head_squares,
     takes_heads,
@@ -36,11 +44,21 @@ def launches(site: CallSite, device: Device) -> tuple[Launch, ...]:
     """
     if site.size("x", 0) > MOST_ROWS:
         return prefill_launch.launches(site, device)
+    return decode_launches(site, device, _fused(site))
+
+
+def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call."""
+    if site.size("x", 0) > MOST_ROWS:
+        return prefill_launch.candidates(site, device)
+    return decode_candidates(site, device, active, _fused(site))
+
+
+def _fused(site: CallSite) -> FusedEpilogue:
     a = site.attributes
     epilogue = Epilogue[a.word("epilogue").upper()]
     segments = a.integer("segments") if epilogue is Epilogue.NONE else 1
-    outputs = tuple(f"y{i}" for i in range(segments))
-    return decode_launches(site, device, FusedEpilogue(epilogue, outputs))
+    return FusedEpilogue(epilogue, tuple(f"y{i}" for i in range(segments)))
 
 
 def refuse(site: CallSite) -> str:
@@ -142,6 +160,7 @@ KERNELS = OpKernels(
     OP,
     launches,
     refuse,
+    candidates,
     packed=pack.packed,
     pack=pack.pack,
     writes_slabs=_one_output,

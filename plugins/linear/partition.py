@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -64,6 +64,9 @@ SLIM, SLIM_EACH = 4, 3
 multiprocessors with two blocks and others with one, and three n-tiles in operator for four leave
 some schedulers half of the work. Items of two n-tiles and three blocks per multiprocessor run the
 50 MB of down_proj in 20.2 us instead of 24.8 us, measured on an H100."""
+BLOCKS = ((WARPS, EACH), (SLIM, SLIM_EACH))
+WORTH = 1.5
+"""Estimated cost, relative to the rule's cut, up to which a cut is worth a measurement."""
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor; a block's warps are distributed over them in turn."""
 WARP_TILES = 2
@@ -134,9 +137,19 @@ def halves(plan: PackedLayout, parts: int) -> list[range]:
     """Returns the half steps of K of each block of a cluster. Ranges consist of whole steps, except
     that the last one leaves out a half step that would be padding.
     """
-    count = -(-plan.k // HALF)
-    bounds = [min(count, plan.steps * i // parts * 2) for i in range(parts + 1)]
+    return _halves(plan.k, plan.steps, parts)
+
+
+def _halves(k: int, steps: int, parts: int) -> list[range]:
+    count = -(-k // HALF)
+    bounds = [min(count, steps * i // parts * 2) for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+@lru_cache(maxsize=256)
+def _longest(k: int, steps: int, parts: int) -> int:
+    """Half steps of the block with the longest range of K."""
+    return max(map(len, _halves(k, steps, parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +197,83 @@ def _ordered(plan: PackedLayout, cut: Partition) -> Partition:
     return replace(cut, clusters=(*others, *own)) if cut.most_items == 1 else cut
 
 
+@dataclass(frozen=True, slots=True)
+class CutChoice:
+    """The parameters of a cut: a linear's `Choice` for few rows."""
+
+    warps: int
+    """Warps of a block that multiply: WARPS or SLIM."""
+    parts: int
+    """Blocks of a cluster."""
+    clusters: int
+    """Clusters among which the work is divided, if there is enough."""
+    width: int
+    """n-tiles of the items that are left when every cluster has equally many of the widest."""
+
+
 @lru_cache(maxsize=256)
 def partition(plan: PackedLayout, multiprocessors: int, *, by_head: bool = False) -> Partition:
     """Cuts a layout for a device. No cluster is left without work. Takes the cut whose busiest
     multiprocessor finishes first; ties go to the largest blocks, then to the smallest clusters.
     """
-    shapes = [(WARPS, EACH), *([] if plan.narrow else [(SLIM, SLIM_EACH)])]
-    found = [
-        _dealt(
-            plan,
-            Partition(warps, some, parts, (), by_head),
-            clusters(parts, multiprocessors, some),
-            width,
-        )
-        for warps, some in shapes
+    return _ranked(plan, multiprocessors, by_head=by_head)[0][2]
+
+
+@lru_cache(maxsize=256)
+def cut_by(plan: PackedLayout, choice: CutChoice, *, by_head: bool = False) -> Partition:
+    """Cuts a layout in a given way."""
+    each = dict(BLOCKS)[choice.warps]
+    cut = Partition(choice.warps, each, choice.parts, (), by_head)
+    return _ordered(plan, _dealt(plan, cut, choice.clusters, choice.width))
+
+
+def cut_candidates(
+    plan: PackedLayout,
+    multiprocessors: int,
+    active: Callable[[CutChoice], int] | None,
+    *,
+    by_head: bool = False,
+) -> tuple[CutChoice, ...]:
+    """Returns the choice of `partition`, then, for each kind of block and cluster size, the cut of
+    the least estimated cost into as many clusters as are active at once, if it may be worth a try;
+    of the rule's own kind, the best two. Cuts that give the same items are returned once.
+    """
+    ranked = _ranked(plan, multiprocessors, by_head=by_head)
+    least, rule, cut = ranked[0]
+    found = {cut: rule}
+    kinds: dict[tuple[int, int], list[tuple[float, CutChoice, Partition]]] = {}
+    for one in ranked:
+        kinds.setdefault((one[1].warps, one[1].parts), []).append(one)
+    for cuts in kinds.values():
+        best = cuts[0][1]
+        if active and (count := max(1, active(best))) != best.clusters:
+            counted = [replace(choice, clusters=count) for _, choice, _ in cuts]
+            cuts = _by_cost(plan, counted, by_head=by_head)
+        for cost, choice, cut in cuts[: 2 if best == rule else 1]:
+            if cost <= WORTH * least:
+                found.setdefault(cut, choice)
+    return tuple(found.values())
+
+
+def _ranked(
+    plan: PackedLayout, multiprocessors: int, *, by_head: bool
+) -> list[tuple[float, CutChoice, Partition]]:
+    """Returns all cuts that `partition` compares, with their costs, the best first."""
+    choices = [
+        CutChoice(warps, parts, clusters(parts, multiprocessors, each), width)
+        for warps, each in BLOCKS[: 1 if plan.narrow else None]
         for parts in _parts(plan)
         for width in range(_most_tiles(warps), 0, -1)
     ]
-    return _ordered(plan, min(found, key=lambda cut: _cost(plan, cut)))
+    return _by_cost(plan, choices, by_head=by_head)
+
+
+def _by_cost(
+    plan: PackedLayout, choices: Iterable[CutChoice], *, by_head: bool
+) -> list[tuple[float, CutChoice, Partition]]:
+    """Returns the cuts of some choices with their costs, the best first; ties in their order."""
+    cuts = [(choice, cut_by(plan, choice, by_head=by_head)) for choice in choices]
+    return sorted(((_cost(plan, cut), choice, cut) for choice, cut in cuts), key=lambda c: c[0])
 
 
 def clusters(parts: int, multiprocessors: int, each: int) -> int:
@@ -315,8 +387,7 @@ def _turns(plan: PackedLayout, slots: int, parts: int, phases: int) -> int:
     """Slots of the block with the longest range of K, `slots` per 64 of K, rounded up to a multiple
     of `phases`, since the warps of an n-tile take slots in turn.
     """
-    longest = max(map(len, halves(plan, parts)))
-    return -(-longest * slots // phases) * phases
+    return -(-_longest(plan.k, plan.steps, parts) * slots // phases) * phases
 
 
 def _item_cost(plan: PackedLayout, item: WorkTile, cut: Partition) -> float:

@@ -16,6 +16,7 @@ from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.launch import (
     Argument,
     CallSite,
+    Choice,
     Device,
     Int,
     Launch,
@@ -31,6 +32,7 @@ from thor_dflash.plugins.linear.layout import (
     WeightTile,
     layout,
 )
+from thor_dflash.plugins.linear.partition import WORTH
 from thor_dflash.plugins.linear.prologue_launch import SLAB, prepared
 
 FEWEST_STAGES = 2
@@ -82,7 +84,8 @@ def _product(site: CallSite, device: Device, rows: Argument) -> Launch:
     plan = layout(site)
     t, k = site.ports["x"].shape
     blocks = device.multiprocessors
-    found = cut(plan, t, blocks)
+    choice = device.choice(site)
+    found = tiling(plan, t, blocks, **choice) if choice else cut(plan, t, blocks)
     stage = _stage_bytes(plan, found.height)
     stages = max(FEWEST_STAGES, min(MOST_STAGES, device.shared // stage))
     epilogue = Epilogue[site.attributes.word("epilogue").upper()]
@@ -131,11 +134,36 @@ def _cuts(plan: PackedLayout, rows: int, blocks: int) -> Iterator[Tiling]:
     """Yields cuts into whole tiles only, and cuts into full rounds of whole tiles, then halves."""
     height = LOW if rows <= LOW else HIGH
     for width in (WIDE, SLIM):
-        pieces = tuple(piece for group in plan.groups for piece in group.pieces(width))
-        tiles = -(-rows // height) * len(pieces)
-        yield Tiling(pieces, height, tiles, tiles)
+        yield tiling(plan, rows, blocks, width, height, 0)
         if height == HIGH:
-            yield Tiling(pieces, height, tiles, tiles // blocks * blocks)
+            yield tiling(plan, rows, blocks, width, height, 1)
+
+
+def tiling(
+    plan: PackedLayout, rows: int, blocks: int, width: int, height: int, halves: int
+) -> Tiling:
+    """Returns the cut into items of `width` n-tiles and `height` rows, with `halves` those after
+    the last full round in two.
+    """
+    pieces = tuple(piece for group in plan.groups for piece in group.pieces(width))
+    tiles = -(-rows // height) * len(pieces)
+    return Tiling(pieces, height, tiles, tiles // blocks * blocks if halves else tiles)
+
+
+def candidates(site: CallSite, device: Device) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call with more than 32 rows: sizes of its items."""
+    plan, rows, blocks = layout(site), site.size("x", 0), device.multiprocessors
+    rule = cut(plan, rows, blocks)
+    most = WORTH * _longest(rule, blocks)
+    found: dict[Tiling, Choice] = {}
+    for width in (WIDE, SLIM):
+        for height, halves in ((HIGH, 0), (HIGH, 1), (LOW, 0)):
+            if height == LOW or rows > LOW:
+                made = tiling(plan, rows, blocks, width, height, halves)
+                choice = {"width": width, "height": height, "halves": halves}
+                if _longest(made, blocks) <= most:
+                    found.setdefault(made, choice)
+    return (found.pop(rule), *found.values())
 
 
 def _longest(found: Tiling, blocks: int) -> float:

@@ -7,8 +7,10 @@ from __future__ import annotations
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.launch import (
     THOR,
+    ActiveClusters,
     Argument,
     CallSite,
+    Choice,
     Device,
     Int,
     Launch,
@@ -143,7 +145,8 @@ def _split(site: CallSite, device: Device) -> tuple[Launch, ...]:
     groups = blocks * kv
     results = groups * pieces * defines["GROUP"] * TOKENS
     mixtures, stats = Scratch("mixtures", results * WIDTH * 2), Scratch("stats", results * 8)
-    sharers = min(2 * min(pieces, PIECES), max(1, device.multiprocessors // groups))
+    choice = device.choice(site) or {"sharers": max(1, device.multiprocessors // groups)}
+    sharers = min(2 * min(pieces, PIECES), choice["sharers"])
     split = Launch(
         kernel="attend_split",
         grid=(kv, sharers, blocks),
@@ -174,6 +177,19 @@ def _split(site: CallSite, device: Device) -> tuple[Launch, ...]:
         ),
     )
     return split, combine
+
+
+def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
+    """Returns the `Candidates` of a call: blocks among which the pieces of the cache are divided,
+    for each group of rows and key/value head. A prompt has none.
+    """
+    if (rows := site.size("q", 0)) > SPLIT_ROWS:
+        return ()
+    groups = -(-rows // TOKENS) * site.attributes.integer("kv_heads")
+    rule = max(1, device.multiprocessors // groups)
+    counts = (rule, rule // 2, rule * 3 // 4, rule * 3 // 2, 2 * rule)
+    kept = dict.fromkeys(min(max(1, count), 2 * PIECES) for count in counts)
+    return tuple({"sharers": count} for count in kept)
 
 
 def _dense(site: CallSite) -> tuple[Launch, ...]:
@@ -214,6 +230,7 @@ KERNELS = OpKernels(
     OP,
     launches,
     refuse,
+    candidates,
     in_place=frozenset({"next_cache_k", "next_cache_v"}),
     prefetches=always,
     fuses_gate=always,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from thor_dflash.core.progress import amount
 from thor_dflash.runtime.doctor.facts import Cuda, Finding, missing
 from thor_dflash.runtime.doctor.local_machine import LocalMachine
+from thor_dflash.runtime.engines.cuda.tuning_record import POWER_MODE
 
 RELEASE = "etc/nv_tegra_release"
 JETPACKS = {(38, 2): "7.0", (38, 4): "7.1", (39, 2): "7.2"}
@@ -54,7 +55,7 @@ def jetpack(machine: LocalMachine, *, on_cpu: bool = False) -> Finding:
 def power(machine: LocalMachine) -> Finding:
     """The power mode."""
     output = machine.run("nvpmodel", "-q").text
-    found = re.search(r"NV Power Mode:\s*(\S+)", output)
+    found = POWER_MODE.search(output)
     if found is None:
         text = f"nvpmodel -q printed {' '.join(output.split())[:80]!r}"
         return Finding("power mode", "warn", text, "sudo nvpmodel -q")

@@ -53,6 +53,9 @@ class RandomWeights:
 
     package: Path
     cubins: Path
+    matrices: bool = False
+    """Also random where the files exist: packed matrices and embeddings, which are nearly all of a
+    package. What holds indices is read."""
 
     def __call__(
         self,
@@ -63,7 +66,11 @@ class RandomWeights:
     ) -> None:
         """See WeightFiller."""
         runner, device = Runner(driver, self.cubins), driver.info.device
-        there = {n: w for n, w in weights.items() if (self.package / w.file).exists()}
+        there = {
+            n: w
+            for n, w in weights.items()
+            if (self.package / w.file).exists() and not (self.matrices and _is_matrix(n, packed))
+        }
         FileWeights(self.package, Silent())(driver, there, at, packed)
         for seed, (name, weight) in enumerate(sorted(weights.items())):
             if name in there or name.endswith(".kinds"):
@@ -104,6 +111,12 @@ class SavedWeights:
                     for size in _saved(driver, pinned, file, weight, at[name]):
                         task.advance(size)
         driver.free(pinned.address)
+
+
+def _is_matrix(name: str, packed: Mapping[str, CallSite]) -> bool:
+    """Whether a weight is a packed matrix, its scales, or an embedding."""
+    base = name.removesuffix("scales")
+    return name in packed or f"{base}packed" in packed or "embed_tokens.weight" in name
 
 
 def _saved(

@@ -79,7 +79,7 @@ class FakeCuda:
             ("cuMemsetD8", ()), ("cuMemcpyHtoD", ()),
             ("cuCtxSynchronize", ()), ("cuStreamDestroy", ()), ("cuGraphUpload", ()),
             ("cuEventSynchronize", ()), ("cuEventElapsedTime", (MS,)), ("cuFuncSetAttribute", ()),
-            ("cuModuleGetFunction", ("kernel",)),
+            ("cuModuleGetFunction", ("kernel",)), ("cuOccupancyMaxActiveClusters", (30,)),
         ):  # fmt: skip
             if name not in dir(type(self)):
                 self.__dict__[name] = self._says(name, value)

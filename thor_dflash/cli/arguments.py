@@ -290,6 +290,20 @@ def bfcl(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--json", "print the scores as JSON")
 
 
+def tune(sub: argparse.ArgumentParser) -> None:
+    """Add the options of `tune`."""
+    sub.epilog = (
+        "Only what was not measured on this device, with this driver and in this power mode is "
+        "measured. An engine uses the record from then on, unless engine.tune is off."
+    )
+    _add(sub, *PACKAGE, required=True)
+    _add(sub, "--budget-s N", "stop measuring after so many seconds (default 120); tune again to "
+         "go on")  # fmt: skip
+    _add(sub, "--again", "measure everything anew")
+    _add(sub, "--explain", "print every launch with all its candidates and their times")
+    _add(sub, "--json", "print the record as JSON")
+
+
 def serve(sub: argparse.ArgumentParser) -> None:
     """Add the options of `serve`."""
     source = sub.add_mutually_exclusive_group(required=True)
@@ -451,6 +465,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
                 "measure what quantising has cost: a package against its reference"),
     "draft-vocab": (draft_vocab, "engine",
                     "choose the ids that a drafter may propose, if that makes it faster"),
+    "tune": (tune, "engine",
+             "measure how each launch of a package runs fastest on this GPU"),
     "doctor": (doctor, "engine", "show what this machine can run, and how to mend the rest"),
     "demo": (None, "build engine",
              "plan one task with the small model of the repository (needs a checkout)"),

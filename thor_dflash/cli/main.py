@@ -1,5 +1,5 @@
-"""thor-dflash build | quantize | synth | generate | profile | score | check | doctor | demo |
-bench | serve | plan | status | stats | schema | gateway | keygen | template | completion.
+"""thor-dflash build | quantize | synth | generate | profile | score | check | tune | doctor |
+demo | bench | serve | plan | status | stats | schema | gateway | keygen | template | completion.
 
 Exit status: see exit_status.py. An error that the user can fix is one line on stderr; any other is
 a bug and shows its traceback.

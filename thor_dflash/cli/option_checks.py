@@ -58,6 +58,8 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "engine.graphs": ON_GPU,
     "engine.overlap": ON_GPU,
     "engine.cubins": ON_GPU,
+    "engine.tune": ("cuda",),
+    "engine.tunings": ("cuda",),
 }
 """Keys that only some engines read -> these engines."""
 

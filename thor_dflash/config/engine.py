@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from thor_dflash.config.bounds import Count, directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How this machine runs a package. `threads` is for ort only, the last four keys for cuda and
-    tensorrt.
+    """How this machine runs a package. `threads` is for ort only, `device` to `cubins` for cuda and
+    tensorrt, the last two keys for cuda.
     """
 
     capacity: Count = 0
@@ -32,8 +33,19 @@ class EngineConfig:
     launch)."""
     cubins: str = "~/.cache/thor-dflash/cubins"
     """Directory of compiled kernels."""
+    tune: Literal["auto", "off", "required"] = "auto"
+    """Launches that were measured on this device, in place of the rules'. auto: if there are any,
+    and a server measures what is missing before it is ready; required: refuses a package whose
+    launches were not all measured. They decide how sums are rounded."""
+    tunings: str = "~/.cache/thor-dflash/tunings"
+    """Directory of the records of measured launches."""
 
     @property
     def cubins_directory(self) -> Path:
         """See `directory`."""
         return directory("engine.cubins", self.cubins)
+
+    @property
+    def tunings_directory(self) -> Path:
+        """See `directory`."""
+        return directory("engine.tunings", self.tunings)

@@ -89,8 +89,8 @@ command does not use. A `--set` of these is refused: `decode.relaxed.*` without 
 relaxed acceptance or a budget without thinking, `decode.budget.*` without a budget,
 `decode.budget.ratio` or `soften` with a hard close, `decode.sampling.*` without a temperature,
 `build.draft_ids` without a drafter, `build.tensorrt.*` for another engine, `engine.device`,
-`graphs`, `overlap`, `cubins` and `threads` with a package whose engine does not read them (`doctor`
-takes all).
+`graphs`, `overlap`, `cubins`, `tune` and `threads` with a package whose engine does not read them
+(`doctor` takes all).
 
 ```toml
 # robot.toml: thor-dflash serve --package planner -c robot.toml

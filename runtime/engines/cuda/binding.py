@@ -145,6 +145,8 @@ class BoundProgram(BoundCall):
     """Bytes of scratch memory that lasts for one step."""
     packed: Mapping[str, CallSite]
     """Packed weight -> the call that reads it."""
+    sites: tuple[CallSite, ...]
+    """The calls of the program's steps, in their order."""
 
 
 def in_place(program: Program) -> frozenset[str]:
@@ -189,7 +191,14 @@ def bind(call: Call, program: Program, device: Device) -> BoundProgram:
         counters: dict[str, int] = {}
         bound += [BoundLaunch(step, one, rule.source(one), offsets, counters) for one in launches]
         most = max(most, size)
-    return BoundProgram(call=call, program=program, launches=bound, working=most, packed=packed)
+    return BoundProgram(
+        call=call,
+        program=program,
+        launches=bound,
+        working=most,
+        packed=packed,
+        sites=tuple(sites),
+    )
 
 
 def _site(step: Step, shapes: Mapping[str, Shaped]) -> CallSite:

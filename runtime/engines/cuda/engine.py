@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from thor_dflash.package.launch_program import Program, Step, Weight, read
 from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
 from thor_dflash.plugins.cuda.enqueue import Arguments, enqueue
 from thor_dflash.plugins.cuda.kernel_cache import Kernels
-from thor_dflash.plugins.launch import PREFETCHED, PointerTable, Scratch, Table
+from thor_dflash.plugins.launch import PREFETCHED, Device, PointerTable, Scratch, Table
+from thor_dflash.plugins.registry import KERNELS
+from thor_dflash.runtime.engines.cuda.arena import Arena
 from thor_dflash.runtime.engines.cuda.binding import (
     BoundLaunch,
     BoundProgram,
@@ -35,7 +37,13 @@ from thor_dflash.runtime.engines.cuda.binding import (
 )
 from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
-from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
+from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay, Segment
+from thor_dflash.runtime.engines.cuda.tuning_record import (
+    TuningFile,
+    digest,
+    power_mode,
+    tuning_file,
+)
 from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
 from thor_dflash.runtime.engines.protocol import Call, Graph
 
@@ -77,6 +85,9 @@ class CudaEngine:
         self._fill = fill or FileWeights(package, progress)
         self._graphs: dict[str, CudaGraph] = {}
         self._others: list[Call] = []
+        self.tuned = self.info.device
+        """The device with the choices that were measured on it."""
+        self._choices = ""
 
     @property
     def info(self) -> DeviceInfo:
@@ -85,8 +96,13 @@ class CudaEngine:
 
     @property
     def device(self) -> str:
-        """See Engine."""
-        return str(self.info)
+        """See Engine. Names the choices that are not the rules', since they decide bits."""
+        return f"{self.info}{self._choices and f', tuned {self._choices}'}"
+
+    @property
+    def tunings(self) -> TuningFile:
+        """Where the record of this device is."""
+        return tuning_file(self._config.tunings_directory, self.info, power_mode())
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -111,17 +127,55 @@ class CudaEngine:
 
     def prepare(self, calls: Sequence[Call]) -> None:
         """See Engine."""
+        self.tuned = self._tuned()
         for call in (*calls, *self._others):
             graph = call.graph
             assert isinstance(graph, CudaGraph)
-            self.replay.bound[call] = bind(call, graph.program, self.info.device)
+            self.replay.bound[call] = bind(call, graph.program, self.tuned)
         bounds = list(self.replay.bound.values())
+        self._choices = digest((s for bound in bounds for s in bound.sites), self.tuned.tuned)
+        if self._config.tune == "required":
+            self._require_tuned(bounds)
         self.tensors.assign_buffers([(bound, in_place(bound.program)) for bound in bounds])
         offsets = self._count(bounds)
-        self._place(self.tensors.allocate(offsets.page), offsets)
-        self._write_tables(bounds, iter(offsets.spare))
+        base = self.tensors.allocate(offsets.page)
+        self._place(base, offsets)
+        self._write_tables(bounds, (base + offset for offset in offsets.spare), self._places)
         self._kernels = self._load(bounds, offsets.weights)
         self.driver("cuCtxSynchronize")
+
+    def _tuned(self) -> Device:
+        """The device with the choices of its record, if there is one and the configuration lets it
+        be used.
+        """
+        if self._config.tune == "off":
+            return self.info.device
+        file = self.tunings
+        record = file.read()
+        if record is None:
+            return self.info.device
+        if record.power != file.power:
+            with self._progress.task(
+                f"warning: launches were tuned in power mode {record.power or 'unknown'}, this is "
+                f"{file.power or 'unknown'}; thor-dflash tune --package {self.package}"
+            ):
+                pass
+        return replace(self.info.device, tuned=record.choices())
+
+    def _require_tuned(self, bounds: Sequence[BoundProgram]) -> None:
+        record, device = self.tunings.read(), self.info.device
+        known = record.launches.keys() if record else set[str]()
+        sites = {site.key: site for bound in bounds for site in bound.sites}
+        missing = sum(
+            len(KERNELS[site.op.name].candidates(site, device, None)) > 1
+            for key, site in sites.items()
+            if key not in known
+        )
+        if missing:
+            raise EngineError(
+                "engine.tune required must be for a package whose launches were measured here "
+                f"(got {missing} that were not); thor-dflash tune --package {self.package}"
+            )
 
     def _count(self, bounds: Sequence[BoundProgram]) -> Offsets:
         """Reserve space for everything, in the order of the memory table."""
@@ -131,14 +185,15 @@ class CudaEngine:
             weights |= bound.program.weights
         found = Offsets(weights, {n: take("weights", w.nbytes) for n, w in weights.items()})
         found.page = self.tensors.count()
-        found.values = take("scratch", max((b.program.scratch for b in bounds), default=0))
+        self._values = max((b.program.scratch for b in bounds), default=0)
+        found.values = take("scratch", self._values)
         found.working = take("scratch", max((b.working for b in bounds), default=0))
         for one in _launches(bounds):
-            self._count_launch(found, one)
+            self._count_launch(self.tensors.arena, found, one)
         return found
 
-    def _count_launch(self, found: Offsets, one: BoundLaunch) -> None:
-        take = self.tensors.arena.take
+    def _count_launch(self, arena: Arena, found: Offsets, one: BoundLaunch) -> None:
+        take = arena.take
         for argument in one.launch.arguments:
             if isinstance(argument, Scratch) and argument.zeroed:
                 if argument.name not in one.counters:
@@ -162,8 +217,10 @@ class CudaEngine:
         for content, at in self._places.tables.items():
             self._write_table(at, content)
 
-    def _write_tables(self, bounds: Sequence[BoundProgram], spare: Iterator[int]) -> None:
-        """Write the tables of addresses.
+    def _write_tables(
+        self, bounds: Sequence[BoundProgram], spare: Iterator[int], places: Places
+    ) -> None:
+        """Write the tables of addresses, each to the next of `spare`, and note them in `places`.
 
         Raises:
             EngineError: a kernel takes no argument for the place of a state with two places.
@@ -177,9 +234,8 @@ class CudaEngine:
                     )
                 for argument in one.launch.arguments:
                     if isinstance(argument, PointerTable):
-                        made = table(bound, one, argument, self._places)
-                        at = self.tensors.arena.base + next(spare)
-                        self._write_table(self._places.tables.setdefault(made, at), made)
+                        made = table(bound, one, argument, places)
+                        self._write_table(places.tables.setdefault(made, next(spare)), made)
 
     def _write_table(self, at: int, content: bytes) -> None:
         data = np.frombuffer(content, np.uint8)
@@ -213,15 +269,25 @@ class CudaEngine:
         """Capture some steps of prepared calls as one graph, for measurements. The values that they
         leave behind are meaningless. No weight is prefetched for a step that is left out.
         """
-        launches: list[tuple[BoundLaunch, Arguments]] = []
         segment = self.replay.segment([self.replay.bound[call] for call in calls])
         with self.replay.captured_places(segment):
-            for bound in segment.calls:
-                kept = [one for one in bound.launches if keep(one.step)]
-                read = {one.step.ports.get("packed") for one in kept}
-                for one in kept:
-                    out = () if one.step.ports.get(PREFETCHED) in read else (PREFETCHED,)
-                    launches.append((one, arguments(bound, one, self._places, out)))
+            kept = [
+                pair for bound in segment.calls for pair in self._kept(bound, keep, self._places)
+            ]
+        return self._measured(segment, kept)
+
+    def _kept(
+        self, bound: BoundProgram, keep: Callable[[Step], bool], places: Places
+    ) -> Iterator[tuple[BoundLaunch, Arguments]]:
+        kept = [one for one in bound.launches if keep(one.step)]
+        read = {one.step.ports.get("packed") for one in kept}
+        for one in kept:
+            out = () if one.step.ports.get(PREFETCHED) in read else (PREFETCHED,)
+            yield one, arguments(bound, one, places, out)
+
+    def _measured(
+        self, segment: Segment[BoundProgram], launches: Sequence[tuple[BoundLaunch, Arguments]]
+    ) -> CapturedGraph:
         self.tensors.show_places(segment.touched)
         self.tensors.flush()
         enqueued = partial(enqueue_launches, self.driver, self._kernels, launches, first=True)
@@ -231,7 +297,42 @@ class CudaEngine:
             self.replay.times.latest = None  # the excerpt overwrites what the last run read back
             captured.start()
 
-        return CapturedGraph("excerpt", self.driver, start)
+        return replace(captured, start=start)
+
+    def trial(self, call: Call, steps: Sequence[Step], device: Device) -> LaunchTrial:
+        """Capture some steps of a prepared call as `excerpt` does, but launched by the choices of
+        `device`, with tables, scratch memory and arrival counters of their own.
+        """
+        prepared = self.replay.bound[call]
+        bound = bind(call, replace(prepared.program, steps=tuple(steps)), device)
+        bound.touched, bound.swapped = prepared.touched, prepared.swapped
+        arena, found = Arena(), Offsets({}, {})
+        found.working = arena.take("scratch", bound.working)
+        for one in bound.launches:
+            self._count_launch(arena, found, one)
+            self._kernels.function(one.source, one.launch)
+        segment = self.replay.segment([bound])
+        with self.driver.all_or_nothing():
+            base = self.driver.allocate(arena.nbytes)
+            self.driver("cuMemsetD8", base, 0, arena.nbytes)
+            tables = {content: base + offset for content, offset in found.tables.items()}
+            places = replace(self._places, arena=base, working=base + found.working, tables=tables)
+            for content, at in tables.items():
+                self._write_table(at, content)
+            with self.replay.captured_places(segment):
+                self._write_tables([bound], (base + offset for offset in found.spare), places)
+                kept = [*self._kept(bound, lambda step: True, places)]
+            return LaunchTrial(self._measured(segment, kept), base)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels of the prepared calls."""
+        return self._kernels
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """Address and bytes of the memory of intermediate values."""
+        return self._places.values, self._values
 
     def note(self) -> list[float]:
         """A list of the seconds of each run from now on, in order; `busy` brings it up to date."""
@@ -272,6 +373,20 @@ def enqueue_launches(
         kernel = kernels.function(one.source, one.launch)
         overlap = kernels.overlap and one.launch.overlap and not (first and i == 0)
         enqueue(driver, driver.stream, kernel, one.launch, values, overlap=overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTrial:
+    """Captured steps with memory of their own."""
+
+    captured: CapturedGraph
+    memory: int
+    """Its address."""
+
+    def close(self) -> None:
+        """Free both, after the last run has been collected."""
+        self.captured.free()
+        self.captured.driver.free(self.memory)
 
 
 @dataclass(slots=True)

@@ -56,6 +56,8 @@ class CapturedGraph:
     driver: Driver
     start: Callable[[], None]
     readback: CapturedReadback | None = None
+    executable: Any = None
+    """The driver's graph; None if the calls are made anew for every run."""
     _spare: list[Any] = field(default_factory=list[Any])
     _running: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     _ended: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
@@ -67,6 +69,12 @@ class CapturedGraph:
         self.start()
         self.driver("cuEventRecord", after, self.driver.stream)
         self._running.append((before, after))
+
+    def free(self) -> None:
+        """Free the graph and its events, after the last run has been collected."""
+        for made in (*self._spare, *([] if self.executable is None else [self.executable])):
+            self.driver.free(made)
+        self._spare.clear()
 
     def _event(self) -> Any:
         return self._spare.pop() if self._spare else self.driver.make("cuEventCreate", 0)
@@ -127,7 +135,7 @@ def capture(
         driver.free(made)
         driver("cuGraphUpload", executable, driver.stream)
     start = partial(driver, "cuGraphLaunch", executable, driver.stream)
-    return CapturedGraph(name, driver, start, captured)
+    return CapturedGraph(name, driver, start, captured, executable)
 
 
 def _graph(

@@ -44,6 +44,8 @@ RUNS = 15
 """Measured runs if neither their number nor a time is given."""
 LONGEST = 6 * 3600
 """Maximum duration of a soak, s; every cycle and sample of it is kept."""
+DIRECTORIES = ("engine.cubins", "engine.tunings")
+"""Settings that affect no time."""
 LARGEST = 1 << 30
 """Maximum size of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
 
@@ -168,7 +170,7 @@ def _subject(
 
 
 def _settings(session: Session, request: Request, config: Config) -> dict[str, str]:
-    """The settings that affect times: all but the directory of compiled kernels. What is left to
+    """The settings that affect times: all but directories. What is left to
     the package is given as the package has it, as it would be if it were set.
     """
     model, grammar = session.model, request.grammar
@@ -177,7 +179,7 @@ def _settings(session: Session, request: Request, config: Config) -> dict[str, s
     every |= _flat("decode", strict_records.encode(replace(config.decode, drafter=request.drafter)))
     if grammar is not None:
         every["schema"] = hashlib.sha256(grammar.source.encode()).hexdigest()[:12]
-    return {key: value for key, value in every.items() if key != "engine.cubins"}
+    return {key: value for key, value in every.items() if key not in DIRECTORIES}
 
 
 def _flat(name: str, value: object) -> dict[str, str]:

@@ -22,6 +22,7 @@ from thor_dflash.core.message_text import one_line, visible
 from thor_dflash.core.progress import Lines, Progress, amount
 
 if TYPE_CHECKING:
+    from thor_dflash.config.engine import EngineConfig
     from thor_dflash.serving.planner.backend import Backend
     from thor_dflash.serving.planner.prefix_store import PrefixStore
     from thor_dflash.serving.server.server import Server
@@ -163,6 +164,7 @@ def _load(
     from thor_dflash.serving.planner.session_backend import SessionBackend
 
     try:
+        _tune(args.package, config.engine, progress, log)
         reuse = 0 if config.serve.reuse == "off" else config.serve.reuse_mb << 20
         session = open_session(args.package, config.engine, progress, choose=True, reuse=reuse)
         progress.close()
@@ -171,6 +173,27 @@ def _load(
         if prefix_store is not None:
             prefix_store.close()
         raise
+
+
+def _tune(
+    package: Path, config: EngineConfig, progress: Progress, log: Callable[[str], None]
+) -> None:
+    """Measure the launches of a package of engine cuda that were not measured on this device,
+    unless `engine.tune` is another than auto. If the budget ends it, the next start goes on.
+    """
+    from thor_dflash.package import manifest
+
+    if config.tune != "auto" or manifest.read(package).engine != "cuda":
+        return
+    from thor_dflash.runtime.measure.tune import needed, tune_package
+
+    if needed(package, config):
+        done = tune_package(package, config, progress)
+        left = f", {amount(done.left, 'launches')} are left for the next start" if done.left else ""
+        log(
+            f"{amount(len(done.measured), 'launches')} measured in {done.seconds:.0f} s{left}; "
+            "--set engine.tune=off uses the rules'"
+        )
 
 
 def _prefix_store(directory: str) -> PrefixStore:

@@ -1,0 +1,206 @@
+"""Tuning on a driver without a device: what is measured, kept, used and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stand_ins.fake_driver import OK, FakeCuda, fake
+from support.planner_nano import package
+
+from thor_dflash.cli import main
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.core.errors import ConfigError, EngineError, PackageError
+from thor_dflash.core.progress import Lines, Silent
+from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.runtime.engines.cuda import engine as engines
+from thor_dflash.runtime.engines.cuda import tuning_record
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine, LaunchTrial
+from thor_dflash.runtime.engines.cuda.tuning_record import tuning_file
+from thor_dflash.runtime.measure import tune as tuning
+from thor_dflash.runtime.measure.chain_timer import ChainTimer, TunableLaunch
+from thor_dflash.runtime.measure.launch_search import Times
+from thor_dflash.runtime.measure.tune import Tuning, needed, tune_package
+from thor_dflash.runtime.session import Session, open_session
+from thor_dflash.runtime.session.prefix_file import StoredPrefix, read_prefix, write_prefix
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("tune") / "nano", engine="cuda")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(tuning, "WARM_S", 0.0)
+    return fake(monkeypatch)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(tunings=str(tmp_path / "tunings"))
+
+
+@pytest.fixture(scope="module")
+def records(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuning]:
+    """Two records of the package: "tie", all choices equally fast, and "slow", slow rules."""
+    found: dict[str, Tuning] = {}
+    for name in ("tie", "slow"):
+        with pytest.MonkeyPatch.context() as patch:
+            fake(patch)
+            patch.setattr(tuning, "WARM_S", 0.0)
+            if name == "slow":
+                slow_rules(patch)
+            config = EngineConfig(tunings=str(tmp_path_factory.mktemp(name)))
+            found[name] = tune_package(made, config, Silent())
+    return found
+
+
+def put(one: Tuning, config: EngineConfig, power: str = "default") -> Path:
+    """Put a record where the engine looks for it."""
+    config.tunings_directory.mkdir()
+    name = one.path.name.replace("default", power.lower())
+    record = json.loads(one.path.read_text()) | ({} if power == "default" else {"power": power})
+    (config.tunings_directory / name).write_text(json.dumps(record))
+    return config.tunings_directory / name
+
+
+@contextmanager
+def opened(made: Path, config: EngineConfig) -> Iterator[Session]:
+    with closing(open_session(made, config, Silent())) as session:
+        yield session
+
+
+def slow_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule's linears take 100 us, their other choices 1 us less each."""
+    known: dict[int, int] = {}
+    trials = ChainTimer.trials
+
+    def numbered(self: ChainTimer, one: TunableLaunch, *rest: object) -> list[LaunchTrial]:
+        found = trials(self, one, *rest)  # type: ignore[arg-type]
+        for i, trial in enumerate(found):
+            known[trial.memory] = i if one.site.op.name == "linear" else 0
+        return found
+
+    def sample(self: ChainTimer, one: object, trial: LaunchTrial, at: object) -> Times:
+        return (100.0 - known[trial.memory],)
+
+    monkeypatch.setattr(ChainTimer, "trials", numbered)
+    monkeypatch.setattr(ChainTimer, "sample", sample)
+
+
+def cuts(session: Session) -> list[tuple[int, tuple[int, int, int]]]:
+    """Cluster size and grid of every launch of a verify."""
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    bound = engine.replay.bound[session.model.call("verify")]
+    return [(one.launch.cluster, one.launch.grid) for one in bound.launches]
+
+
+def test_a_tie_keeps_the_rules_and_their_bits(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    assert needed(made, config)
+    done = records["tie"]
+    assert len(done.measured) > 8
+    assert not done.record.choices()
+    put(done, config)
+    assert not needed(made, config)
+    with opened(made, replace(config, tune="required")) as session:
+        assert "tuned" not in session.model.engine.device
+
+
+def test_what_is_faster_is_used_and_named(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning], tmp_path: Path
+) -> None:
+    assert records["slow"].record.choices()
+    put(records["slow"], config)
+    with opened(made, config) as tuned, opened(made, replace(config, tune="off")) as rules:
+        assert cuts(tuned) != cuts(rules)
+        assert tuned.model.engine.device.startswith(f"{rules.model.engine.device}, tuned ")
+        path, stored = tmp_path / "prefix", StoredPrefix("p", (1, 2, 3), False, 0)
+        write_prefix(path, tuned.model, stored, tuned.model.state.snapshot())
+        assert read_prefix(path, tuned.model, 1 << 30)[0] == stored
+        with pytest.raises(PackageError, match=r"device .*\(got .*tuned .*put the prefix again"):
+            read_prefix(path, rules.model, 1 << 30)
+
+
+def test_a_record_of_another_power_mode_is_used_with_a_warning(
+    made: Path,
+    device: FakeCuda,
+    config: EngineConfig,
+    records: dict[str, Tuning],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(records["slow"], config, "MAXN")
+    monkeypatch.setattr(engines, "power_mode", lambda: "70W")
+    out = io.StringIO()
+    with closing(open_session(made, config, Lines(out))) as session:
+        assert "tuned" in session.model.engine.device
+    assert "MAXN" in out.getvalue()
+    assert "70W" in out.getvalue()
+
+
+@pytest.mark.parametrize("damage", ["device", "kernels", "driver", "format", "chosen", "JSON"])
+def test_a_record_that_is_not_of_this_device_is_refused(
+    damage: str, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    path = put(records["tie"], config)
+    record = json.loads(path.read_text())
+    if damage == "chosen":
+        next(iter(record["launches"].values()))["chosen"] = 99
+    elif damage != "JSON":
+        record[damage] = 7 if isinstance(record[damage], int) else "other"
+    path.write_text("{" if damage == "JSON" else json.dumps(record))
+    with closing(Driver()) as driver, pytest.raises(EngineError, match=damage):
+        tuning_file(config.tunings_directory, driver.info, "").read()
+
+
+def test_another_device_has_another_record(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    put(records["tie"], config)
+    device.__dict__["cuDriverGetVersion"] = lambda: (OK, 13010)
+    assert needed(made, config)
+    required = replace(config, tune="required")
+    with pytest.raises(EngineError, match="tune --package"), opened(made, required):
+        pass
+
+
+def test_a_budget_leaves_launches_for_the_next_time(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    kept = dict(device._sizes)
+    first = tune_package(made, config, Silent(), 0.0)
+    assert not first.measured
+    assert first.left == len(records["tie"].measured)
+    assert needed(made, config)
+    assert device._sizes == kept, "no memory is left"
+
+
+def test_the_command_prints_what_it_chose(
+    made: Path,
+    device: FakeCuda,
+    config: EngineConfig,
+    records: dict[str, Tuning],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(records["slow"], config)
+    command = ["tune", "--package", str(made), "--set", f"engine.tunings={config.tunings}"]
+    assert main.main([*command, "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "verify: layers.*.mlp.down_proj" in out
+    assert main.main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["format"] == tuning_record.FORMAT
+    assert main.main([*command, "--set", "engine.tune=off"]) == 2
+
+
+def test_a_package_of_another_engine_is_refused(tmp_path: Path, config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="engine cuda"):
+        tune_package(package(tmp_path / "ort", engine="ort"), config, Silent())
