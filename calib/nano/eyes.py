@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -34,11 +33,16 @@ from thor_dflash.calib.nano.pictured_corpus import (
 from thor_dflash.calib.nano.rollout import RolloutImages, rollout
 from thor_dflash.calib.nano.target import PackedRows, packed_rows
 from thor_dflash.calib.nano.vision import ImageRows, NanoTower, PictureStore, SeeingTarget
-from thor_dflash.calib.planbench.drawing import GROUND, LIDS, POWERS, SIDE, SLOTS
-from thor_dflash.calib.planbench.pictured import PICTURED_FAMILIES, PicturedTask, heldout_pictured
+from thor_dflash.calib.planbench.drawing import LIDS, POWERS, SLOTS
+from thor_dflash.calib.planbench.pictured import (
+    PICTURED_FAMILIES,
+    SHOWN,
+    PicturedTask,
+    Shown,
+    heldout_pictured,
+    shown_picture,
+)
 
-Shown = Literal["its own", "another scene's", "grey", "none"]
-SHOWN: tuple[Shown, ...] = ("its own", "another scene's", "grey", "none")
 LONGEST = 768
 """Most tokens of a prompt and its answer."""
 TEXT = 0.3
@@ -210,14 +214,6 @@ def prompt_images(
     return RolloutImages(ImageRows(torch.from_numpy(slot).to(device), values), turn)
 
 
-def picture_of(tasks: Sequence[PicturedTask], index: int, shown: Shown) -> np.ndarray:
-    """The picture [128, 128] that is shown with a task; another scene's is of the same family."""
-    if shown == "grey":
-        return np.full((SIDE, SIDE), GROUND, np.uint8)
-    others = len(PICTURED_FAMILIES) * (shown == "another scene's")
-    return tasks[(index + others) % len(tasks)].drawn.pixels
-
-
 def answers(
     model: SeeingTarget,
     run: TrainingRun,
@@ -229,10 +225,11 @@ def answers(
     """Decode greedily with a picture, or without."""
     tokenizer, image = run.tokenizer, shown != "none"
     prompts = [prompt_ids(tokenizer, task, thinking, image=image) for task in tasks]
-    images = None
-    if image:
-        pixels = np.stack([picture_of(tasks, i, shown) for i in range(len(tasks))])
-        images = prompt_images(model, prompts, pixels, tokenizer.token_to_id("<|image_pad|>"))
+    pictures = [shown_picture(tasks, i, shown) for i in range(len(tasks))]
+    pixels = [picture for picture in pictures if picture is not None]
+    pad, images = tokenizer.token_to_id("<|image_pad|>"), None
+    if pixels:
+        images = prompt_images(model, prompts, np.stack(pixels), pad)
     usable, ends = tokenizer.get_vocab_size(), _ends(run)
     made = rollout(model.language_model, prompts, LONGEST, usable, ends, images)
     found: list[GeneratedAnswer] = []

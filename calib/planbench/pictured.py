@@ -7,11 +7,22 @@ place ("what is on plate_a"), and every tabletop task has such a request or a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
-from thor_dflash.calib.planbench.drawing import DrawnScene, Undrawable, draw_scene
+import numpy as np
+from numpy.typing import NDArray
+
+from thor_dflash.calib.planbench.drawing import (
+    COLOURS,
+    FIRST_COLOUR,
+    SIDE,
+    DrawnScene,
+    Undrawable,
+    draw_scene,
+)
 from thor_dflash.calib.planbench.executor import PlanStep, World
 from thor_dflash.calib.planbench.families import (
     Draft,
@@ -54,6 +65,10 @@ THOUGHTS = {
 }
 """Sentences of the thinking text that read the picture: first the look or the number, then what is
 there."""
+Shown = Literal["its own", "another scene's", "grey", "none"]
+SHOWN: tuple[Shown, ...] = ("its own", "another scene's", "grey", "none")
+"""Pictures with which a task is tried."""
+GRAY = FIRST_COLOUR + COLOURS.index("gray")
 DESCRIBE = "Describe the picture."
 VERBS = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}
 
@@ -177,6 +192,18 @@ def heldout_pictured(count: int) -> list[PicturedTask]:
     return [
         sample_pictured(names[i % len(names)], i // len(names), "heldout") for i in range(count)
     ]
+
+
+def shown_picture(
+    tasks: Sequence[PicturedTask], index: int, shown: Shown
+) -> NDArray[np.uint8] | None:
+    """The palette indices [128, 128] of what is shown with a task; another scene has its family."""
+    if shown == "none":
+        return None
+    if shown == "grey":
+        return np.full((SIDE, SIDE), GRAY, np.uint8)
+    other = len(PICTURED_FAMILIES) if shown == "another scene's" else 0
+    return tasks[(index + other) % len(tasks)].drawn.pixels
 
 
 def pictured_text(scene: Scene, drawn: DrawnScene) -> str:
