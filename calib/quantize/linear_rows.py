@@ -6,7 +6,7 @@ Bytes are read, not mapped: pages of a mapped file count as the process's memory
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +25,8 @@ from thor_dflash.plugins.numpy_math import E2M1, NVFP4_GROUP
 
 Floats = NDArray[np.float32]
 
+READ_AHEAD = 1 << 17
+"""Bytes that Linux reads ahead for one request."""
 CHUNK = 1 << 17
 """Weights of a chunk: small enough for the caches of a core."""
 
@@ -43,6 +45,10 @@ class TensorReader(Protocol):
 
     def rows(self, name: str, first: int, last: int) -> Array:
         """Return the rows `first` to `last` (excluded) of a stored tensor."""
+        ...
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Have the system read stored tensors into its page cache."""
         ...
 
 
@@ -88,6 +94,13 @@ class ShardReader:
         row = prod(entry.shape[1:]) * entry.dtype.itemsize
         data = self.read(name, first * row, (last - first) * row)
         return np.frombuffer(data, entry.dtype).reshape(-1, *entry.shape[1:])
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Have the system read stored tensors into its page cache."""
+        for entry in map(self.shards.entry, names):
+            handle = self._files[entry.file]
+            for at in range(entry.begin, entry.end, READ_AHEAD):
+                os.posix_fadvise(handle, at, READ_AHEAD, os.POSIX_FADV_WILLNEED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from thor_dflash.calib.quantize import fp8
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
 
@@ -70,8 +71,7 @@ def rounded_scales(blocks: Floats, scale2: np.float32) -> Bytes:
     """Return the E4M3 bytes [N, G] that put the largest value of each block on code 6."""
     scale = np.abs(blocks).max(axis=0) / (np.float32(6) * scale2)
     scale[scale == 0] = 1
-    stored: Bytes = np.clip(scale, E4M3[TINIEST], E4M3[TOP]).astype(DType.FP8.numpy).view(np.uint8)
-    return stored
+    return fp8.codes(np.clip(scale, E4M3[TINIEST], E4M3[TOP]))
 
 
 def searched_scales(blocks: Floats, amax: np.float32, weights: Floats | None = None) -> Bytes:

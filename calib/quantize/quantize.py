@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
 from thor_dflash.calib.quantize.statistics import input_of
 from thor_dflash.calib.quantize.tensors import OutputTensor
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.progress import Progress, ProgressTask
 from thor_dflash.core.tensors import DType
@@ -32,10 +34,17 @@ from thor_dflash.core.tensors import DType
 T = TypeVar("T")
 S = TypeVar("S")
 
-COPY_PIECE = 1 << 24
+COPY_PIECE = 1 << 20
 """Bytes copied at a time."""
 AHEAD = 4
 """Chunks of rows per thread that may wait to be written."""
+MOST_THREADS = 16
+"""More would wait for Python's lock: a chunk takes a millisecond, a tenth of it in Python."""
+
+
+def threads(config: QuantizeConfig) -> int:
+    """Return how many threads encode."""
+    return config.threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(slots=True)
@@ -85,22 +94,28 @@ def quantize(
     Raises: CheckpointError for a weight that is infinite or NaN.
     """
     done = stage.finished(progress)
-    rows: list[Row] = []
+    left = [unit for unit in plan.units if unit.label not in done]
     total = sum(unit.reads for unit in plan.units)
-    count = plan.config.threads or os.cpu_count() or 1
+    count = threads(plan.config)
     with (
         ThreadPoolExecutor(count) as pool,
+        ThreadPoolExecutor(2) as disk,
         progress.task("quantising", total, "bytes") as task,
     ):
+        task.advance(total - sum(unit.reads for unit in left))
         runner = _Runner(plan, stage, reader, Workers(pool, count), task, gpu)
-        for unit in plan.units:
-            if unit.label not in done:
-                rows.append(runner.run(unit))
-                stage.finish_unit(rows[-1])
-            else:
-                rows.append(done[unit.label])
-                task.advance(unit.reads)
-    return tuple(rows)
+        flushed: Future[None] | None = None
+        for unit, following in zip_longest(left, left[1:]):
+            # While a unit is encoded, the disk writes the one before and reads the next one.
+            if following:
+                disk.submit(reader.prefetch, runner.sources(following))
+            done[unit.label] = runner.run(unit)
+            if flushed:
+                flushed.result()
+            flushed = disk.submit(stage.finish_unit, done[unit.label])
+        if flushed:
+            flushed.result()
+    return tuple(done[unit.label] for unit in plan.units)
 
 
 def encoder(plan: QuantizePlan) -> AbstractContextManager[CudaEncoder | None]:
@@ -122,6 +137,12 @@ class _Runner:
     workers: Workers
     task: ProgressTask
     gpu: CudaEncoder | None
+
+    def sources(self, unit: WorkUnit) -> list[str]:
+        """The stored tensors that a unit reads."""
+        names = [self.plan.source.linears[name].codes for name in unit.linears]
+        copied = () if unit.kind else unit.tensors
+        return names + [tensor.name for tensor in copied if tensor.name not in self.plan.scalars]
 
     def run(self, unit: WorkUnit) -> Row:
         outputs = {tensor.name: _Output(self.stage, tensor) for tensor in unit.tensors}
@@ -182,9 +203,13 @@ class _Runner:
     def _copy(self, output: _Output) -> None:
         name, size = output.tensor.name, output.tensor.nbytes
         dtype = self.reader.shards.entry(name).dtype
-        for at in range(0, size, COPY_PIECE):
+
+        def piece(at: int) -> bytes:
             data = self.reader.read(name, at, min(COPY_PIECE, size - at))
             finite(np.frombuffer(data, dtype), self.reader.shards.placed(name))
+            return data
+
+        for data in self.workers.each(piece, range(0, size, COPY_PIECE)):
             output.write(data)
             self.task.advance(len(data))
 

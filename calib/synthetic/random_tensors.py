@@ -7,7 +7,7 @@ name. So any part can be made by itself, and a value depends on the name alone.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -86,6 +86,9 @@ class RandomReader:
         shape = self._shards.entry(name).shape
         row = prod(shape[1:])
         return self._values(name, first * row, (last - first) * row).reshape(-1, *shape[1:])
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """See TensorReader. Nothing is stored."""
 
     def _values(self, name: str, at: int, count: int) -> Array:
         shape = self._shards.entry(name).shape

@@ -68,6 +68,20 @@ def test_fp8_rounds_the_quotient_to_the_type_of_the_weights_first() -> None:
     assert (codes != fp8.encode(w, scale, np.dtype(np.float32))).sum() == 1
 
 
+def test_fp8_codes_are_those_of_a_cast() -> None:
+    rng = np.random.default_rng(3)
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    beside = [np.nextafter(ties, np.float32(to)) for to in (0, 449)]
+    drawn = rng.standard_normal(4096) * 10.0 ** rng.uniform(-6, 2, 4096)
+    x = np.concatenate([numbers, ties, *beside, drawn.clip(-448, 448)]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    assert fp8.codes(x).tobytes() == x.astype(ml_dtypes.float8_e4m3fn).tobytes()
+    for dtype in (BF16, np.dtype(np.float16)):
+        want = x.astype(dtype).astype(ml_dtypes.float8_e4m3fn)
+        assert fp8.encode(x[None], np.float32(1), dtype).tobytes() == want.tobytes(), dtype
+
+
 def distributions() -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(5)
     shape = (64, 512)
