@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -38,6 +38,8 @@ COPY_PIECE = 1 << 20
 """Bytes copied at a time."""
 AHEAD = 4
 """Chunks of rows per thread that may wait to be written."""
+UNHASHED = 16
+"""Parts of a tensor that may wait for their hash."""
 MOST_THREADS = 16
 """More would wait for Python's lock: a chunk takes a millisecond, a tenth of it in Python."""
 
@@ -68,16 +70,21 @@ class Workers:
 class _Output:
     """One tensor being written from its beginning to its end."""
 
-    def __init__(self, stage: StagedCheckpoint, tensor: OutputTensor) -> None:
-        self._stage, self.tensor = stage, tensor
+    def __init__(self, stage: StagedCheckpoint, tensor: OutputTensor, hashing: Executor) -> None:
+        self._stage, self.tensor, self._hashing = stage, tensor, hashing
         self._at, self._hash = 0, hashlib.sha256()
+        self._waiting: deque[Future[None]] = deque()
 
     def write(self, data: bytes) -> None:
+        self._waiting.append(self._hashing.submit(self._hash.update, data))
         self._stage.write(self.tensor.name, self._at, data)
-        self._hash.update(data)
         self._at += len(data)
+        if len(self._waiting) > UNHASHED:
+            self._waiting.popleft().result()
 
     def entry(self) -> list[object]:
+        while self._waiting:
+            self._waiting.popleft().result()
         return [self._at, self._hash.hexdigest()]
 
 
@@ -100,10 +107,11 @@ def quantize(
     with (
         ThreadPoolExecutor(count) as pool,
         ThreadPoolExecutor(2) as disk,
+        ThreadPoolExecutor(1) as hashing,
         progress.task("quantising", total, "bytes") as task,
     ):
         task.advance(total - sum(unit.reads for unit in left))
-        runner = _Runner(plan, stage, reader, Workers(pool, count), task, gpu)
+        runner = _Runner(plan, stage, reader, Workers(pool, count), hashing, task, gpu)
         flushed: Future[None] | None = None
         for unit, following in zip_longest(left, left[1:]):
             # While a unit is encoded, the disk writes the one before and reads the next one.
@@ -135,6 +143,8 @@ class _Runner:
     stage: StagedCheckpoint
     reader: TensorReader
     workers: Workers
+    hashing: Executor
+    """Of one thread, so that the parts of a tensor keep their order."""
     task: ProgressTask
     gpu: CudaEncoder | None
 
@@ -145,7 +155,9 @@ class _Runner:
         return names + [tensor.name for tensor in copied if tensor.name not in self.plan.scalars]
 
     def run(self, unit: WorkUnit) -> Row:
-        outputs = {tensor.name: _Output(self.stage, tensor) for tensor in unit.tensors}
+        outputs = {
+            tensor.name: _Output(self.stage, tensor, self.hashing) for tensor in unit.tensors
+        }
         flushed, zero, tiny = dict[str, int](), list[str](), list[str]()
         if unit.kind is None:
             for name, output in outputs.items():

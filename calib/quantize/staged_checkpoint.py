@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from thor_dflash.package.manifest import check_outside
 JOURNAL = "quantize.jsonl"
 PIECE = 1 << 24
 """Bytes hashed at a time."""
+HASHING = 8
+"""Threads that hash."""
 RESERVE = 64 << 20
 """Bytes of disk beside the shards, for the small files and the file system."""
 
@@ -172,9 +175,12 @@ class StagedCheckpoint:
         self._say_dropped(progress)
         if not self._rows:
             return found
-        with progress.task("checking the stopped run", total, "bytes") as task:
-            for row in self._rows:
-                if self._intact(row):
+        with (
+            progress.task("checking the stopped run", total, "bytes") as task,
+            ThreadPoolExecutor(HASHING) as pool,
+        ):
+            for row, intact in zip(self._rows, pool.map(self._intact, self._rows), strict=True):
+                if intact:
                     found[row["unit"]] = row
                 task.advance(self._size(row))
         return found

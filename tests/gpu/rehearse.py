@@ -190,7 +190,14 @@ class Rehearsal:
         same = hashes(self.paths["nvfp4"]) == self.done["quantize"]["hashes"]
         moved = self.done["quantize"]["read_bytes"] + self.done["quantize"]["written_bytes"]
         rate = moved / made["seconds"] / 1e9
-        self.note("gpu", {**made, "gb_s": rate, "same_bytes": same})
+        searched = self.must(
+            "quantize", "--target", self.paths["bf16"], "--out", self.paths["again"], "--method",
+            "mse", "--device", "cuda",
+        )  # fmt: skip
+        shutil.rmtree(self.paths["again"])
+        self.note(
+            "gpu", {**made, "gb_s": rate, "same_bytes": same, "mse_seconds": searched["seconds"]}
+        )
 
     def build(self) -> None:
         shutil.rmtree(self.paths["bf16"], ignore_errors=True)
@@ -219,9 +226,9 @@ class Rehearsal:
             "64", "--ignore-eos", "--json",
         )  # fmt: skip
         answer = json.loads((self.args.work / "stdout").read_text())
-        usage = {k: v for k, v in answer.get("usage", {}).items() if isinstance(v, int | float)}
-        timings = {k: v for k, v in answer.get("timings", {}).items() if isinstance(v, int | float)}
-        self.note("generate", {**made, **usage, **timings})
+        found = {name: answer["usage"][name] for name in ("prompt_tokens", "output_tokens")}
+        found |= {name: answer["timings"][name] for name in ("prefill_ms", "tok_s")}
+        self.note("generate", {**made, **found})
 
     def report(self) -> None:
         layers = self.args.layers or "all"
@@ -247,7 +254,7 @@ def shown(name: str, value: Any) -> list[Any]:
     if name.endswith("bytes") and type(value) is int:
         kind = name.removesuffix("bytes").removesuffix("_") or "size"
         return [f"{kind}, GB", round(value / 1e9, 2)]
-    return [name.replace("gb_s", "GB/s").replace("_", " "), value]
+    return [name.replace("gb_s", "GB/s").replace("tok_s", "tok/s").replace("_", " "), value]
 
 
 PARTS: dict[str, Callable[[Rehearsal], None]] = {
