@@ -77,8 +77,8 @@ def prompt_ids(
 ) -> list[int]:
     """The prompt of a task as the runtime makes it, with the tokens of its image if it has one."""
     task = pictured.task
-    system, (role, content) = task.messages
-    shown = replace(task, messages=(system, (role, content + IMAGE * image)))
+    *before, (role, content) = task.messages
+    shown = replace(task, messages=(*before, (role, content + IMAGE * image)))
     pad = tokenizer.token_to_id("<|image_pad|>")
     found: list[int] = []
     for token in tokenizer.encode(prompt_text(shown, thinking)).ids:
@@ -118,7 +118,7 @@ def content_of(drawn: DrawnScene) -> npt.NDArray[np.uint8]:
 
 def pictured_document(tokenizer: Tokenizer, family: str, seed: str) -> PicturedDocument:
     """Draw a training document: one in four describes its picture. Of the others 80 % think, 10 %
-    do not, and of 10 % the thinking is cut short.
+    do not, and of 10 % the thinking is cut short. 15 % of all have no system message.
     """
     pictured, rng = sample_pictured(family, seed, "train"), Random(seed)
     kind, drawn = rng.random(), pictured.drawn
@@ -128,6 +128,9 @@ def pictured_document(tokenizer: Tokenizer, family: str, seed: str) -> PicturedD
         task = replace(pictured.task, messages=messages, plan=answer)
         pictured, kind = PicturedTask(task, drawn), 0.0
     thinking: Thinking = "off" if kind < 0.1 else "cut" if kind < 0.2 else "on"
+    if rng.random() < 0.15:
+        task = replace(pictured.task, messages=pictured.task.messages[1:])
+        pictured = PicturedTask(task, drawn)
     prompt = prompt_ids(tokenizer, pictured, thinking != "off")
     made = answered(tokenizer, pictured.task, prompt, thinking, rng)
     return PicturedDocument(
