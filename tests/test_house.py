@@ -46,7 +46,7 @@ MAY = dict(
     prometheus_client serving/gateway/metrics.py tests/*
     openai tests/*
     yaml thor_dflash/cli/skill_file.py tests/*
-    PIL runtime/vision/decoder.py tests/*
+    PIL runtime/vision/decoder.py calib/pictured_files.py tests/*
     packaging tests/*
     tomli_w thor_dflash/package/manifest.py
     safetensors builders/checkpoint/shards.py calib/nano/* tests/*

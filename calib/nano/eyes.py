@@ -32,7 +32,7 @@ from thor_dflash.calib.nano.pictured_corpus import (
 )
 from thor_dflash.calib.nano.rollout import RolloutImages, rollout
 from thor_dflash.calib.nano.target import PackedRows, packed_rows
-from thor_dflash.calib.nano.vision import ImageRows, NanoTower, PictureStore, SeeingTarget
+from thor_dflash.calib.nano.vision import ImageRows, NanoTower, PictureTable, SeeingTarget
 from thor_dflash.calib.planbench.drawing import LIDS, POWERS, SLOTS
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
@@ -88,7 +88,7 @@ def train_tower(run: TrainingRun) -> None:
     start = time.time()
     pixels, content = drawings(run.pictures, "w", run.workers)
     print(f"pictures: {len(pixels)}, {time.time() - start:.0f} s", flush=True)
-    store = PictureStore(torch.from_numpy(pixels).to(run.device))
+    store = PictureTable(torch.from_numpy(pixels).to(run.device))
     shows = torch.from_numpy(token_content(content)).to(run.device)
     model = PictureProbe(NanoTowerDims()).to(run.device)
     part = replace(run, rows=PICTURES_PER_STEP, seconds=run.tower_seconds, begin=0.0, finish=1.0)
@@ -117,7 +117,7 @@ def train_seeing(run: TrainingRun) -> None:
     taken = time.time() - start
     print(f"corpus: {len(docs)} documents, {len(packed.slot)} rows, {taken:.0f} s", flush=True)
     model = SeeingTarget(NanoTargetDims(), NanoTowerDims()).to(run.device)
-    store = PictureStore(torch.from_numpy(packed.pixels).to(run.device))
+    store = PictureTable(torch.from_numpy(packed.pixels).to(run.device))
     resumed = checkpoint.load_master(model, run.work, "seeing")
     if not resumed and run.start is not None:
         _start(model, run, store)
@@ -135,7 +135,7 @@ def train_seeing(run: TrainingRun) -> None:
     optimise(run, model, "seeing", loss, tensors(packed, packed.rows.weight, run.device))
 
 
-def _start(model: SeeingTarget, run: TrainingRun, store: PictureStore) -> None:
+def _start(model: SeeingTarget, run: TrainingRun, store: PictureTable) -> None:
     """Take the weights of an exported target: with its tower if it has one, else with the tower
     that was trained by itself, whose rows are made as large as embeddings.
     """
@@ -162,7 +162,7 @@ def drafter_rows(run: TrainingRun, model: SeeingTarget) -> tuple[list[Tensor], I
     docs += corpus.documents(file, run.rollouts // 4, "c", run.workers)
     packed = pack_pictured(docs, 7, run.tokenizer.token_to_id("<|image_pad|>"))
     print(f"drafter corpus: {len(docs)} documents, {len(packed.slot)} rows", flush=True)
-    store = PictureStore(torch.from_numpy(packed.pixels).to(run.device))
+    store = PictureTable(torch.from_numpy(packed.pixels).to(run.device))
 
     def embedded(*batch: Tensor) -> tuple[Tensor, PackedRows]:
         return inputs(model, store, *batch)
@@ -178,7 +178,7 @@ def tensors(packed: PicturedRows, third: np.ndarray, device: torch.device) -> li
 
 def inputs(
     model: SeeingTarget,
-    store: PictureStore,
+    store: PictureTable,
     ids: Tensor,
     pos: Tensor,
     turn: Tensor,
@@ -208,7 +208,7 @@ def prompt_images(
         ids[row, : len(prompt)] = prompt
     slot = np.where(ids == pad, np.cumsum(ids == pad, axis=1) - 1, -1)
     turn = torch.from_numpy(np.stack([turns(row, pad) for row in ids])).to(device).long()
-    store = PictureStore(torch.from_numpy(pixels).to(device))
+    store = PictureTable(torch.from_numpy(pixels).to(device))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         values = model.visual(store.patches(torch.arange(len(pixels), device=device)))
     return RolloutImages(ImageRows(torch.from_numpy(slot).to(device), values), turn)

@@ -21,7 +21,7 @@ from thor_dflash.calib.planbench.drawing import PALETTE
 from thor_dflash.core.model_dims import MERGE, MERGED, PATCH
 
 
-class PictureStore(nn.Module):
+class PictureTable(nn.Module):
     """Pictures of palette indices [P, side, side] on a device."""
 
     def __init__(self, pixels: Tensor) -> None:

@@ -51,7 +51,7 @@ def models(directory: Path) -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_it_is_transformers(tmp_path: Path) -> None:
     from thor_dflash.calib.nano.target import packed_rows
-    from thor_dflash.calib.nano.vision import PictureStore
+    from thor_dflash.calib.nano.vision import PictureTable
 
     model, other = models(tmp_path)
     task, pad = heldout_pictured(2)[1], TOKENIZER.token_to_id("<|image_pad|>")
@@ -59,7 +59,7 @@ def test_it_is_transformers(tmp_path: Path) -> None:
     ids = np.zeros(-(-len(prompt) // 64) * 64, np.int16)
     ids[: len(prompt)] = prompt
     slot = np.where(ids == pad, np.cumsum(ids == pad) - 1, -1)
-    patches = PictureStore(torch.from_numpy(task.drawn.pixels[None])).patches(torch.tensor([[0]]))
+    patches = PictureTable(torch.from_numpy(task.drawn.pixels[None])).patches(torch.tensor([[0]]))
     theirs = torch.from_numpy(Picture(task.drawn.rgb).patches())
     frames = patches.unflatten(-1, (3, 1, -1)).expand(-1, -1, -1, 3, 2, -1).flatten(-3)
     assert distance(frames[0, 0], theirs) < 1e-6
