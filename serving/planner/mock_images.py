@@ -10,7 +10,7 @@ from thor_dflash.config.serving import ServeConfig
 from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 from thor_dflash.serving.planner.request_images import (
     ImageRules,
-    PictureStore,
+    RecentPictures,
     image_results,
     read_pictures,
 )
@@ -33,8 +33,8 @@ class MockImages:
             most=config.max_images,
             marks=MARKS,
         )
-        self._kept = PictureStore()
-        self._encoded = PictureStore(config.image_mb << 20)
+        self._kept = RecentPictures()
+        self._encoded = RecentPictures(config.image_mb << 20)
 
     def read(self, ask: messages.PlanRequest, scope: str) -> dict[str, Picture]:
         """As Backend.read_images."""

@@ -55,7 +55,7 @@ def rules_of(
     )
 
 
-class PictureStore:
+class RecentPictures:
     """Pictures that clients sent lately, which a later request may name instead of sending them
     again. Thread-safe.
     """
@@ -85,7 +85,7 @@ class PictureStore:
 
 
 def read_pictures(
-    ask: wire.PlanRequest, rules: ImageRules | None, kept: PictureStore, scope: str
+    ask: wire.PlanRequest, rules: ImageRules | None, kept: RecentPictures, scope: str
 ) -> dict[str, Picture]:
     """Return the request's images by the names that its messages show them under.
 

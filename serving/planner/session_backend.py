@@ -34,7 +34,7 @@ from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.request_images import (
-    PictureStore,
+    RecentPictures,
     read_pictures,
     rules_of,
     with_pictures,
@@ -93,7 +93,7 @@ class SessionBackend:
         self._close = session.manifest.card.close or CLOSING_MESSAGE
         self._encoder = PromptEncoder(session.tokenizer)
         self._image_rules = rules_of(session.encoder, session.tokenizer, config)
-        self._pictures = PictureStore()
+        self._pictures = RecentPictures()
         self._brace = self.tokenizer.encode("{")
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it

@@ -14,9 +14,11 @@ from diagnostic_msgs.msg import DiagnosticArray
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState
 from rclpy.action import ActionClient
+from rclpy.duration import Duration as DurationOf
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile
+from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
 from thor_dflash_msgs.action import Plan
 
@@ -91,6 +93,7 @@ class Goal:
             "accepted_s": self.accepted_s, "first_step_s": self.steps[0][1] if self.steps else None,
             "e2e_ms": result.e2e_ms, "progress": self.progress,
             "session": json.loads(result.result_json or "{}").get("session"),
+            "images": json.loads(result.result_json or "{}").get("images"),
         }  # fmt: skip
 
 
@@ -209,6 +212,38 @@ def overhead(robot: Robot, count: str, bare_action: str) -> object:
     middle = int(count) // 2
     head = [["what", "median", "most"]]
     return head + [[k, round(v[middle], 1), round(v[-1], 1)] for k, v in rows.items()]
+
+
+def cameras(robot: Robot, jpeg: str, goals: str) -> object:
+    """Plans with what cameras show: a sharp and a grey one, depth, one that has stopped, and JPEG
+    files as image_transport writes them.
+    """
+    now = robot.get_clock().now()
+    past = (now - DurationOf(seconds=99)).to_msg()
+    raw = {"height": 48, "width": 64, "step": 200, "data": bytes(200 * 48)}
+    grey = {"height": 48, "width": 64, "step": 64, "data": bytes(range(64)) * 48}
+    frames = {
+        "/front/image": Image(encoding="rgb8", **raw),
+        "/grey/image": Image(encoding="mono8", **grey),
+        "/depth/image": Image(encoding="16UC1", **raw),
+        "/stopped/image": Image(encoding="bgr8", **raw),
+        "/side/image/compressed": CompressedImage(
+            format="rgb8; jpeg compressed bgr8", data=bytes.fromhex(jpeg)
+        ),
+        "/depth/image/compressedDepth": CompressedImage(format="16UC1; compressedDepth png"),
+    }
+    publishers = {}
+    for topic, frame in frames.items():
+        frame.header.stamp = past if "stopped" in topic else now.to_msg()
+        publishers[topic] = robot.create_publisher(type(frame), topic, 1)
+    until = time.monotonic() + PATIENCE_S
+    while not all(p.get_subscription_count() for p in publishers.values()):
+        assert time.monotonic() < until, "the node does not listen"
+        rest(0.05)
+    for topic, publisher in publishers.items():
+        publisher.publish(frames[topic])
+    rest(0.5)
+    return plans(robot, goals)
 
 
 def watch(robot: Robot, seconds: str) -> object:

@@ -13,12 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from support.image_files import file_of
 from support.plan_formats import ROBOT
 from support.ros_processes import PYTHON, Robotics
 from support.waiting import until
 
+from thor_dflash.core.tensors import Array
+from thor_dflash.runtime.vision.decoder import RawSize, read_picture
 from thor_dflash.serving.client import RemotePlanner
+from thor_dflash.serving.planner.mock_images import LIMITS
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,6 +109,50 @@ def test_a_node_in_a_namespace_with_skills_of_its_own(ros: Robotics) -> None:
     way, plan = ros.robot("plans", goals, action="/arm0/thor_dflash/plan")
     assert [step["args"]["pose_id"] for step in way["plan"]["steps"]] == ["dock", "shelf"]
     assert (plan["state"], plan["session"]) == ("succeeded", "arm0_thor_dflash")
+
+
+def test_goals_show_the_newest_frames_of_cameras(ros: Robotics) -> None:
+    ros.server()
+    raw = [f"/{name}/image" for name in ("front", "grey", "depth", "stopped", "silent")]
+    files = ["/side/image/compressed", "/depth/image/compressedDepth"]
+    ros.node(image_topics=raw, compressed_topics=files, max_image_age_s=60.0)
+    chat = [{"role": "user", "content": [{"type": "image", "image": "/grey/image"}]}]
+    goals: list[Table] = [
+        {"images": ["/front/image", "/grey/image"]},
+        {"images": ["/side/image/compressed"]},
+        {"images": ["/grey/image"], "prompt": "", "messages_json": json.dumps(chat)},
+        *({"images": ["/front/image", f"/{name}"]} for name in ("depth/image", "stopped/image",
+          "silent/image", "depth/image/compressedDepth", "else")),
+        {"images": ["/front/image"], "messages_json": json.dumps(chat)},
+    ]  # fmt: skip
+    jpeg = file_of(Image.new("RGB", (64, 48), "red"), "JPEG").hex()
+    front, side, chatted, depth, stopped, silent, other, unknown, both = ros.robot(
+        "cameras", jpeg, json.dumps(goals)
+    )
+    assert [image["id"] for image in front["images"]] == ["/front/image", "/grey/image"]
+    grey = np.repeat(np.arange(64, dtype=np.uint8)[None, :, None], 48, axis=0).repeat(3, axis=2)
+    black = np.zeros((48, 64, 3), np.uint8)
+    assert [image["sha256"] for image in front["images"]] == [digest(black), digest(grey)]
+    assert "2 images" in front["plan"]["goal"]
+    assert [image["tokens"] for image in side["images"]] == [70]
+    assert chatted["images"][0]["sha256"] == digest(grey)
+    assert [reply["state"] for reply in (unknown, both)] == ["rejected"] * 2
+    assert "images[1]" in ros.log()
+    refused = [
+        (reply["error_code"], reply["retryable"]) for reply in (depth, other, stopped, silent)
+    ]
+    assert refused == [(900, False), (900, False), (906, True), (906, True)]
+    words = ("16UC1", "compressedDepth", "/stopped/image", "/silent/image")
+    for reply, word in zip((depth, other, stopped, silent), words, strict=True):
+        assert reply["error_msg"].startswith("images[1]")
+        assert word in reply["error_msg"]
+
+
+def digest(pixels: Array) -> str:
+    """The identity of a picture that a model's server makes of these pixels."""
+    height, width, _ = pixels.shape
+    size = {"width": width, "height": height}
+    return read_picture(pixels.tobytes(), "rgb8", LIMITS, RawSize(**size)).digest.hex()
 
 
 def test_a_server_that_ends_and_starts_again(ros: Robotics) -> None:

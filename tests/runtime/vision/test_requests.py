@@ -21,7 +21,7 @@ from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.client.retry import encode
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
-from thor_dflash.serving.planner.request_images import PictureStore, read_pictures
+from thor_dflash.serving.planner.request_images import RecentPictures, read_pictures
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol import codec, validation
 from thor_dflash.serving.protocol.messages import PlanRequest, Result
@@ -119,7 +119,7 @@ def test_an_image_that_was_sent_is_named_by_its_digest(
 
 def test_what_was_sent_long_ago_is_forgotten() -> None:
     kept, pictures = (
-        PictureStore(2 * 256 * 256 * 3),
+        RecentPictures(2 * 256 * 256 * 3),
         [Picture(frame(i, 256, 256)) for i in range(3)],
     )
     assert [kept.add("", p) for p in (*pictures[:2], pictures[0], pictures[2])] == [
@@ -158,7 +158,7 @@ def test_without_the_decoder_files_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_package_without_a_tower_refuses_images() -> None:
     request = codec.convert(asked(raw("a", frame(1))), PlanRequest)
     with pytest.raises(PlanError) as error:
-        read_pictures(request, None, PictureStore(), "")
+        read_pictures(request, None, RecentPictures(), "")
     assert error.value.field == "images"
 
 

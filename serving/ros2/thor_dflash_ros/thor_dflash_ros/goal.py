@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,22 @@ ANSWERS = {"json_schema", "response_format", "skills", "tools"}
 """Fields that say what the answer is."""
 
 
-def request_of(goal: Any, setting: dict[str, Any], skills: Any = None) -> PlanRequest:
-    """Return the request of a goal. `setting`: the node's parameters; `skills`: those of its
-    skills_file, for goals that have neither a schema nor skills.
+NO_FRAME = {"format": "png", "data": b""}
+"""An image, where only the goal is checked."""
+
+
+def request_of(
+    goal: Any,
+    setting: dict[str, Any],
+    skills: Any = None,
+    frames: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PlanRequest:
+    """Return the request of a goal.
+
+    Args:
+        setting: The node's parameters.
+        skills: Those of its skills_file, for goals that have neither a schema nor skills.
+        frames: The images of the goal's topics, without ids; None: the goal is only checked.
 
     Raises:
         PlanError: bad_request, naming the field.
@@ -53,6 +67,10 @@ def request_of(goal: Any, setting: dict[str, Any], skills: Any = None) -> PlanRe
         "json_schema": _schema(goal, setting["schema_dir"]),
         "skills": _parsed("skills_json", goal.skills_json, dict),
         "plan_format": goal.plan_format,
+        "images": [
+            {"id": topic, **(NO_FRAME if frames is None else frames[topic])}
+            for topic in goal.images
+        ],
         "thinking": goal.thinking,
         "thinking_budget": goal.thinking_budget if goal.thinking_budget >= 0 else None,
         "max_tokens": goal.max_tokens,
@@ -62,6 +80,13 @@ def request_of(goal: Any, setting: dict[str, Any], skills: Any = None) -> PlanRe
         "session": goal.session,
         "generation": goal.generation,
     }
+    if goal.images and goal.prompt:
+        shown = [{"type": "image", "image": topic} for topic in goal.images]
+        table["prompt"], parts = "", [{"type": "text", "text": goal.prompt}, *shown]
+        if table["messages"] is None:
+            table["messages"] = [{"role": "user", "content": parts}]
+        else:
+            raise bad_request("prompt must be left out with messages_json (got both)", "prompt")
     # Zero and empty stand for the server's default; what was parsed, and a budget, may be either.
     kept = ("messages", "json_schema", "skills", "thinking_budget")
     given = {k: v for k, v in table.items() if v or (k in kept and v is not None)}

@@ -32,6 +32,7 @@ from thor_dflash.core.errors import ConfigError, PlanError, ThorError
 from thor_dflash.serving.client import AsyncPlanner, Chunk, Options, Result
 from thor_dflash.serving.protocol.skills import SkillSet
 from thor_dflash.serving.transport import access
+from thor_dflash_ros.cameras import Cameras
 from thor_dflash_ros.goal import failure_of, feedback_of, request_of, result_of
 
 PARAMETERS: dict[str, tuple[Any, str]] = {
@@ -41,6 +42,10 @@ PARAMETERS: dict[str, tuple[Any, str]] = {
     "session": ("", "session of goals that name none; empty: the node's full name"),
     "schema_dir": ("", "directory of the schemas NAME.json that goals name"),
     "skills_file": ("", "skills (.yaml, .toml, .json) of goals that have no schema of their own"),
+    "image_topics": ([""], "topics of sensor_msgs/Image that goals may name"),
+    "compressed_topics": ([""], "topics of sensor_msgs/CompressedImage that goals may name"),
+    "max_image_age_s": (1.0, "oldest frame of a goal; 0: any"),
+    "max_message": (1 << 20, "longest request, bytes: the server's serve.max_message"),
     "connect_timeout_s": (1.0, "longest wait for a connection"),
     "plan_timeout_s": (120.0, "longest wait for a plan without a deadline, or its next step"),
     "max_goals": (4, "goals at once; more are rejected"),
@@ -76,6 +81,7 @@ class PlannerNode(LifecycleNode):
         self._thread.start()
         self._planner: AsyncPlanner | None = None
         self._skills: SkillSet | None = None
+        self._cameras: Cameras | None = None
         self._server: ActionServer | None = None
         self._timer: Any = None
         self._futures: dict[bytes, Future[Result]] = {}
@@ -100,6 +106,7 @@ class PlannerNode(LifecycleNode):
         except ThorError as e:
             self.get_logger().error(str(e))
             return TransitionCallbackReturn.FAILURE
+        self._cameras = Cameras(self, self._set["image_topics"], self._set["compressed_topics"])
         kept = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         self._latest = self.create_publisher(String, "~/latest_plan", kept)
         self._diagnostics = self.create_publisher(DiagnosticArray, "/diagnostics", 10)
@@ -120,6 +127,7 @@ class PlannerNode(LifecycleNode):
             session=self._set["session"] or name[-64:],
             keys=self._set["keys_dir"],
             token=access.read_token(file) if file else None,
+            max_message=self._set["max_message"],
         )
         return AsyncPlanner(self._set["endpoint"], options)
 
@@ -151,6 +159,9 @@ class PlannerNode(LifecycleNode):
             self.destroy_publisher(self._latest)
             self.destroy_publisher(self._diagnostics)
             self._timer = None
+        if self._cameras is not None:
+            self._cameras.close()
+            self._cameras = None
         planner, self._planner = self._planner, None
         if planner is not None:
             self._wait(planner.close())
@@ -181,6 +192,7 @@ class PlannerNode(LifecycleNode):
     def _goal(self, goal: Any) -> GoalResponse:
         """Check what needs no server: the sender waits for this answer."""
         try:
+            self._camera_topics.check(goal.images)
             request_of(goal, self._set, self._skills)
         except PlanError as e:
             self.get_logger().warning(f"goal rejected: {e.message}")
@@ -213,12 +225,18 @@ class PlannerNode(LifecycleNode):
 
     async def _follow(self, handle: Any) -> Result:
         assert self._planner is not None, "an active node has a client"
-        request = request_of(handle.request, self._set, self._skills)
+        frames = self._camera_topics.take(handle.request.images, self._set["max_image_age_s"])
+        request = request_of(handle.request, self._set, self._skills, frames)
         async for event in self._planner.stream(request):
             if isinstance(event, Result):
                 return event
             self._publish_feedback(handle, event)
         raise AssertionError("a stream ends with its result")
+
+    @property
+    def _camera_topics(self) -> Cameras:
+        assert self._cameras is not None, "an active node has its subscriptions"
+        return self._cameras
 
     def _publish_feedback(self, handle: Any, chunk: Chunk) -> None:
         message = feedback_of(chunk, self.get_clock().now().to_msg())
