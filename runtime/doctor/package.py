@@ -7,17 +7,24 @@ from pathlib import Path
 from shlex import quote
 
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.core.errors import ConfigError, PackageError
+from thor_dflash.core.errors import ConfigError, PackageError, ThorError
 from thor_dflash.core.progress import amount
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package import trt_engine as package_plan
 from thor_dflash.package.manifest import REBUILD, Manifest
+from thor_dflash.plugins.cuda.driver import DeviceInfo
+from thor_dflash.plugins.launch import Device
 from thor_dflash.runtime.doctor import jetson
-from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, TensorRT
+from thor_dflash.runtime.doctor.facts import Cuda, Finding, Gpu, TensorRT, missing
 from thor_dflash.runtime.doctor.local_machine import LocalMachine
 from thor_dflash.runtime.doctor.software import LEAST
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.cuda.arena import RESERVE
+from thor_dflash.runtime.engines.cuda.tuning_record import (
+    POWER_MODE,
+    package_name,
+    tuning_file,
+)
 from thor_dflash.runtime.engines.memory_estimate import needs, shorter
 
 ON_SITE = "thor-dflash build --engine tensorrt ... --out PKG"
@@ -101,6 +108,35 @@ def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:
     if other:
         return Finding(item, "wrong", f"built with {', '.join(other)}", ON_SITE)
     return Finding(item, "ok", f"built with TensorRT {made.tensorrt} on {made.device}")
+
+
+def tuning(
+    machine: LocalMachine, path: Path, cuda: Cuda, found: Manifest, config: EngineConfig
+) -> Finding:
+    """Whether the launches of a package of engine cuda were measured on this device."""
+    item, gpu = "launches", _gpu(cuda, config.device)
+    if config.tune == "off" or gpu is None:
+        return Finding(item, "ok", "by the rules: engine.tune is off" if gpu else "no device")
+    remedy, state = f"thor-dflash tune --package {path}", missing(config.tune == "required")
+    mode = POWER_MODE.search(machine.run("nvpmodel", "-q").text)
+    info = DeviceInfo(
+        gpu.name,
+        Device(gpu.capability, gpu.multiprocessors),
+        gpu.memory,
+        gpu.integrated,
+        cuda.driver,
+    )
+    try:
+        file = tuning_file(config.tunings_directory, info, mode[1] if mode else "")
+        record, name = file.read(), package_name(config, found)
+    except ThorError as e:
+        return Finding(item, "wrong", str(e), remedy)
+    if record is None or name not in record.packages:
+        return Finding(item, state, "not measured on this device: launched by the rules", remedy)
+    text = f"{len(record.launches)} measured, {len(record.choices())} not by the rules"
+    if record.power != file.power:
+        return Finding(item, "warn", f"{text}; in power mode {record.power}", remedy)
+    return Finding(item, "ok", text)
 
 
 def _gpu(cuda: Cuda, index: int) -> Gpu | None:

@@ -115,6 +115,7 @@ def figures(bench: CudaBench, progress: Progress) -> Iterator[Figure]:
     with progress.task("measuring long contexts"):
         yield from _contexts(bench, read)
     yield from _memory(bench, captured)
+    yield from _tuned(bench)
     yield from predicted(bench, times, read)
 
 
@@ -221,6 +222,12 @@ def _memory(bench: CudaBench, captured: int) -> Iterator[Figure]:
     for kind, size in parts.items():
         yield Figure("memory", kind, size / 1e6, "MB")
     yield Figure("memory", "together", sum(parts.values()) / 1e6, "MB")
+
+
+def _tuned(bench: CudaBench) -> Iterator[Figure]:
+    """The launches that are not the rules', and by how much each was faster when it was tuned."""
+    for one in bench.engine.tuned_launches:
+        yield Figure("tuned launches, gain of each", one.name, one.gain, "us", one.text)
 
 
 def _verify_bytes(bench: CudaBench) -> int:

@@ -143,13 +143,14 @@ class ChainTimer:
         """Microseconds of the chain for each launch in it that is measured, by context."""
         found: list[float] = []
         for length in contexts:
-            self._at(one.call, length)
+            self.place(one.call, length)
             self._fill_values()
             self._run(trial, 1)
             found.append(statistics.median(self._run(trial, RUNS)) * 1e6 / one.places)
         return tuple(found)
 
-    def _at(self, call: Call, length: int) -> None:
+    def place(self, call: Call, length: int) -> None:
+        """Set the sequence to a context of `length`, for a step with all its rows."""
         self._bench.at(length, self._bench.block)
         if "valid" in call.inputs:
             rows = np.array([self._rows(call)], np.int32)

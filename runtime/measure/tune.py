@@ -26,8 +26,10 @@ from thor_dflash.runtime.engines.cuda.tuning_record import (
     CandidateTime,
     TunedLaunch,
     TuningRecord,
+    package_name,
     power_mode,
     tuning_file,
+    words,
 )
 from thor_dflash.runtime.measure.chain_timer import ChainTimer, TunableLaunch, tunable
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
@@ -59,12 +61,6 @@ def sizes(config: EngineConfig, found: Manifest) -> tuple[int, int, tuple[int, .
     chunk = resolve_options.chunk(config, found)
     every = (chunk, *(n for n in (found.chunk, *found.chunks) if n != chunk))
     return resolve_options.capacity(config, found), resolve_options.block(config, found), every
-
-
-def package_name(config: EngineConfig, found: Manifest) -> str:
-    """A package and what a session chose of it, as a record names it."""
-    _, block, chunks = sizes(config, found)
-    return f"{package_manifest.identity(found)[:16]}, block {block}, steps {sorted(chunks)}"
 
 
 def needed(package: Path, config: EngineConfig) -> bool:
@@ -204,8 +200,7 @@ def table(record: TuningRecord, *, explain: bool = False) -> str:
         if not (one.chosen or explain):
             continue
         rule, chosen = one.candidates[0], one.candidates[one.chosen]
-        text = words(chosen.choice) + (f", not {words(rule.choice)}" if one.chosen else " (rule)")
-        lines.append(f"{one.name:<52}{one.count:>6}{one.gain:>10.2f}  {text}")
+        lines.append(f"{one.name:<52}{one.count:>6}{one.gain:>10.2f}  {one.text}")
         for other in one.candidates if explain else ():
             by = " ".join(f"{a - b:+.2f}" for a, b in zip(other.us, rule.us, strict=True))
             mark = "*" if other is chosen else " "
@@ -213,8 +208,3 @@ def table(record: TuningRecord, *, explain: bool = False) -> str:
     tuned = sum(one.chosen > 0 for one in record.launches.values())
     lines.append(f"{len(record.launches)} launches measured, {tuned} not by the rules")
     return "\n".join(lines)
-
-
-def words(choice: Choice) -> str:
-    """A choice as text."""
-    return " ".join(f"{name} {value}" for name, value in choice.items())

@@ -37,11 +37,11 @@ from thor_dflash.plugins.linear import partition
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
-from thor_dflash.runtime.engines.cuda.tuning_record import TuningRecord
+from thor_dflash.runtime.engines.cuda.tuning_record import TuningRecord, words
 from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, LONG, THOR_READ
 from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 from thor_dflash.runtime.measure.random_weights import RandomWeights
-from thor_dflash.runtime.measure.tune import Tuning, tune, words
+from thor_dflash.runtime.measure.tune import Tuning, tune
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
 """Clock in Hz. Source: NVIDIA, Jetson Thor modules, T5000."""

@@ -214,6 +214,9 @@ class EmulatedCuda(FakeCuda):
         assert self.taken <= MEMORY
         return OK, raw.ctypes.data + -raw.ctypes.data % ALIGNMENT
 
+    def cuMemFree(self, address: int) -> Any:  # noqa: N802
+        return (OK,)  # kept until the context ends
+
     def cuMemsetD8(self, to: int, value: int, count: int) -> Any:  # noqa: N802
         ctypes.memset(to, value, count)
         return (OK,)

@@ -39,7 +39,9 @@ from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, capture
 from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay, Segment
 from thor_dflash.runtime.engines.cuda.tuning_record import (
+    TunedLaunch,
     TuningFile,
+    TuningRecord,
     digest,
     power_mode,
     tuning_file,
@@ -87,6 +89,7 @@ class CudaEngine:
         self._others: list[Call] = []
         self.tuned = self.info.device
         """The device with the choices that were measured on it."""
+        self._record: TuningRecord | None = None
         self._choices = ""
 
     @property
@@ -151,7 +154,7 @@ class CudaEngine:
         if self._config.tune == "off":
             return self.info.device
         file = self.tunings
-        record = file.read()
+        record = self._record = file.read()
         if record is None:
             return self.info.device
         if record.power != file.power:
@@ -163,11 +166,10 @@ class CudaEngine:
         return replace(self.info.device, tuned=record.choices())
 
     def _require_tuned(self, bounds: Sequence[BoundProgram]) -> None:
-        record, device = self.tunings.read(), self.info.device
-        known = record.launches.keys() if record else set[str]()
+        known = self._record.launches.keys() if self._record else set[str]()
         sites = {site.key: site for bound in bounds for site in bound.sites}
         missing = sum(
-            len(KERNELS[site.op.name].candidates(site, device, None)) > 1
+            len(KERNELS[site.op.name].candidates(site, self.info.device, None)) > 1
             for key, site in sites.items()
             if key not in known
         )
@@ -323,6 +325,14 @@ class CudaEngine:
                 self._write_tables([bound], (base + offset for offset in found.spare), places)
                 kept = [*self._kept(bound, lambda step: True, places)]
             return LaunchTrial(self._measured(segment, kept), base)
+
+    @property
+    def tuned_launches(self) -> list[TunedLaunch]:
+        """Launches of the prepared calls that are not the rules'."""
+        if self._record is None:
+            return []
+        sites = {site.key for bound in self.replay.bound.values() for site in bound.sites}
+        return [one for key, one in self._record.launches.items() if one.chosen and key in sites]
 
     @property
     def kernels(self) -> Kernels:

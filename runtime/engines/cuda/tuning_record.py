@@ -20,11 +20,15 @@ from functools import cache
 from pathlib import Path
 
 from thor_dflash import __version__
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import EngineError
+from thor_dflash.package import manifest
+from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.cuda.compile import sources_digest
 from thor_dflash.plugins.cuda.driver import DeviceInfo
 from thor_dflash.plugins.launch import CallSite, Choice
+from thor_dflash.runtime.engines import resolve_options
 
 FORMAT = 1
 """Version of the file format. A runtime reads only its own."""
@@ -65,6 +69,12 @@ class TunedLaunch:
         rule, chosen = self.candidates[0].us, self.candidates[self.chosen].us
         return (sum(rule) - sum(chosen)) / len(rule)
 
+    @property
+    def text(self) -> str:
+        """The chosen launch, and the rule's if that is another one."""
+        rule, chosen = (words(self.candidates[i].choice) for i in (0, self.chosen))
+        return f"{chosen}, not {rule}" if self.chosen else f"{chosen} (rule)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
@@ -96,6 +106,17 @@ class TuningRecord:
         """This record with further launches, with which `package` is complete."""
         packages = dict.fromkeys((*self.packages, *([package] if package else [])))
         return replace(self, launches={**self.launches, **launches}, packages=tuple(packages))
+
+
+def words(choice: Choice) -> str:
+    """A choice as text."""
+    return " ".join(f"{name} {value}" for name, value in choice.items())
+
+
+def package_name(config: EngineConfig, found: Manifest) -> str:
+    """A package and what a session chose of it, as a record names it."""
+    block, chunk = resolve_options.block(config, found), resolve_options.chunk(config, found)
+    return f"{manifest.identity(found)[:16]}, block {block}, steps of {chunk}"
 
 
 def digest(sites: Iterable[CallSite], tuned: Mapping[str, Choice]) -> str:

@@ -62,7 +62,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     prompt_options = read_prompt(args, config.decode)
     speed = jetson.speed(LocalMachine())
     taken: list[Taken] = []
-    inside, ended = None, None
+    inside, ended, tuned = None, None, list[str]()
     check = partial(prompt_options.prompt, decode=config.decode)
     with closing(open_session(args.package, config.engine, progress, check=check)) as session:
         request = prompt_options.request(session, config, progress)
@@ -76,6 +76,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
                 watch.rest()
                 _runs(session, request, args, progress, taken)
             inside = _inside(session, request, config, progress)
+            tuned = _tuned(session)
         except (KeyboardInterrupt, ThorError) as e:
             if not taken:
                 raise
@@ -92,6 +93,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         notes=(
             *_early(ended, args, when),
             *_notes(speed),
+            *tuned,
             *unbounded_notes(request),
             *unused_schema_notes(request, _text(session, request, runs)),
         ),
@@ -210,6 +212,17 @@ def _notes(speed: Sequence[Finding]) -> list[str]:
         for f in speed
         if f.state != "ok"
     ]
+
+
+def _tuned(session: Session) -> list[str]:
+    """The launches that are not the rules'."""
+    if session.manifest.engine != "cuda":
+        return []
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+
+    engine = session.model.engine
+    assert isinstance(engine, CudaEngine)
+    return [f"tuned launch: {one.name}: {one.text}" for one in engine.tuned_launches]
 
 
 def _runs(

@@ -16,11 +16,16 @@ from emulator.compiler import COMPILER, EmulatorFault
 from stand_ins.emulated_driver import emulate
 from support.drawn_blocks import decided_by_law
 from support.engine_pair import DEVICE, SECOND, Pair, opened, packages, paired
-from support.loop_models import answer
+from support.loop_models import answer, oracle
 from support.poisoned_memory import poison
 
 from thor_dflash.config.decode import SamplingConfig
-from thor_dflash.runtime.decoding.proposers import DflashDrafter
+from thor_dflash.config.engine import EngineConfig
+from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
+from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.measure.chain_timer import ChainTimer, tunable
+from thor_dflash.runtime.measure.cuda_bench import CudaBench
 from thor_dflash.runtime.session import Request
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -110,3 +115,29 @@ def test_no_answer_depends_on_memory_that_nothing_wrote(root: Path) -> None:
                 logits = session.model.read("logits")
             assert np.isfinite(logits).all()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_other_choices_obey_the_laws_and_chains_stay_in_their_memory(root: Path) -> None:
+    """Every launch by the last of its candidates: chains run, and any drafter gives the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch, DEVICE)
+        with closing(opened(root / "cuda")) as session:
+            engine, model = session.model.engine, session.model
+            assert isinstance(engine, CudaEngine)
+            runner = Runner(engine.driver, EngineConfig().cubins_directory)
+            bench = CudaBench(engine, model, runner, {}, 0)
+            other, timer = DEVICE, ChainTimer(bench)
+            for one in tunable(bench, DEVICE):
+                other = other.choosing(one.site, one.choices[-1])
+                trial = engine.trial(one.call, one.steps[:3], other)
+                timer.place(one.call, 40)
+                trial.captured.start()
+                trial.close()
+        patch.setattr(CudaEngine, "_tuned", lambda self: other)
+        with closing(opened(root / "cuda")) as session:
+            assert "tuned" in session.model.engine.device
+            asked = Request(prompt=tuple(range(40)), max_tokens=12)
+            truth = answer(session, asked, NoDrafter())
+            assert answer(session, asked, DflashDrafter()) == truth
+            assert answer(session, asked, oracle(truth)) == truth
