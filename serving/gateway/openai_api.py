@@ -40,6 +40,13 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream_options.include_obfuscation": (True, False),
     "messages.annotations": ([],), "messages.audio": ([],),
     "messages.refusal": ([],), "messages.content.annotations": ([],),
+    # vLLM's and SGLang's, which clients of these send with every request
+    "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "min_tokens": (0,),
+    "early_stopping": (False,), "ignore_eos": (False,), "stop_token_ids": ([],), "bad_words": ([],),
+    "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "min_new_tokens": (0,),
+    "echo": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "add_special_tokens": (False,), "return_token_ids": (False,), "typical_p": (1,),
+    "include_reasoning": (True,), "separate_reasoning": (True,), "stream_reasoning": (True,),
 }  # fmt: skip
 """Fields of OpenAI's and other servers that this gateway does not support -> the values that ask
 for nothing. With these, or null, a field is as if left out; with another it is refused."""

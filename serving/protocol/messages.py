@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from thor_dflash.core.bounds import Count, Positive
 from thor_dflash.core.errors import Code
 from thor_dflash.core.results import Speculation, Timings, Usage
 from thor_dflash.serving.protocol.skills import PlanFormatName, SkillSet
@@ -21,7 +22,6 @@ NO_ID = "-"
 """The id of a request that was given none."""
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
-Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Role = Literal["system", "user", "assistant", "tool"]
 Part = Literal["plan", "text", "thinking", "tokens", "timings"]
@@ -158,7 +158,7 @@ class PlanRequest(_Request, frozen=True):
     thinking_budget: Count | None = None
     thinking_token_budget: Count | None = None
     reasoning_effort: Effort | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    max_tokens: Positive | None = None
     deadline_ms: Milliseconds | None = None
     on_deadline: Literal["partial", "error"] = "partial"
     priority: Annotated[int, Meta(ge=0, le=9)] = 5

@@ -124,6 +124,8 @@ def test_any_mutation_is_read_or_refused(data: st.DataObject) -> None:
         ({"temperature": 101}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
         ({"temperature": 1, "top_k": -1}, "top_k"),
+        ({"temperature": 1, "top_k": 2**31}, "top_k"),
+        ({"max_tokens": 2**31}, "max_tokens"),
         ({"temperature": 1, "seed": 2**63}, "seed"),
         ({"acceptance": "rejection"}, "acceptance"),
         (
