@@ -75,13 +75,17 @@ class Template:
             options: Variables of the template, such as enable_thinking.
 
         Raises:
-            RequestError: there is no template, it does not read `tools`, or it fails with these
-                messages or within the limits of time, length and memory.
+            RequestError: there is no template, it does not read `tools` or `tool_calls`, or it
+                fails with these messages or within the limits of time, length and memory.
         """
         if self._source is None:
             raise RequestError("a chat must have a package with a chat template (got one without)")
+        rule = "left out: the chat template does not use them"
         if tools and "tools" not in self.variables:
-            raise RequestError("tools must be left out: the chat template does not use them")
+            raise RequestError(f"tools must be {rule}")
+        for i, message in enumerate(messages):
+            if message.get("tool_calls") and "tool_calls" not in self._source:
+                raise RequestError(f"messages[{i}].tool_calls must be {rule}")
         kind, text = PROCESS.render(self._source, self._names, messages, tools, options)
         if kind != "text":
             raise RequestError(f"messages must suit the chat template (got: {text})")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.published_templates import by_jinja, published, published_template, source_of
 
 from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.text.chat_template import Template
 from thor_dflash.runtime.text.messages import chat
 from thor_dflash.runtime.text.tool_calls import Tool, tools_of
 
@@ -64,6 +66,15 @@ def test_numbers_keep_their_characters() -> None:
 def test_a_template_says_what_it_reads() -> None:
     assert {"tools", "preserve_thinking"} <= published_template("qwen36").variables
     assert "reasoning_effort" in published_template("qwen38").variables
+
+
+def test_a_template_without_tools_takes_no_call_silently() -> None:
+    template = Template("{% for m in messages %}{{ m.content }}{% endfor %}", {}, Path())
+    assert template.render(chat(LOOP[:2])) == "Be brief.Go."
+    with pytest.raises(RequestError, match=r"^messages\[2\]\.tool_calls must "):
+        template.render(chat(LOOP[:3]))
+    with pytest.raises(RequestError, match="^tools must "):
+        template.render(chat(LOOP[:2]), tools=TOOLS)
 
 
 def test_results_keep_the_clients_order_where_ids_do_not_say_one() -> None:
