@@ -20,7 +20,7 @@ from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.session import Session, open_session
 from thor_dflash.runtime.vision.decoder import RawSize, read_picture
-from thor_dflash.runtime.vision.picture import Picture
+from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "images" / "seeing.f32.npz"
@@ -54,7 +54,8 @@ def pictures(want: dict[str, NDArray[Any]], session: Session) -> list[Picture]:
         pixels = want[f"picture{i}"]
         height, width, _ = pixels.shape
         size = RawSize(width=width, height=height)
-        found.append(read_picture(pixels.tobytes(), "rgb8", vision, 1 << 20, size))
+        limits = PixelLimits(vision.shortest, vision.longest)
+        found.append(read_picture(pixels.tobytes(), "rgb8", limits, size))
     return found
 
 
