@@ -15,6 +15,7 @@ import numpy as np
 
 from thor_dflash.package.launch_program import Program, Step
 from thor_dflash.plugins.launch import CallSite, Choice, Device, Launch
+from thor_dflash.plugins.linear.decode_launch import MOST_ROWS
 from thor_dflash.plugins.registry import KERNELS, ROOT
 from thor_dflash.plugins.standard import fill
 from thor_dflash.runtime.engines.cuda.engine import LaunchTrial
@@ -27,10 +28,11 @@ CHAINED = frozenset(
 )
 """Operators that may be part of a chain: none takes an index from another's result, which outside
 of its graph would be any number."""
-BEFORE, AFTER = 3, 3
-"""Steps of a chain before and after each launch that is measured."""
-PLACES = 8
-"""Most launches of a chain that are measured, each in another layer."""
+NEAR, NEAR_PROMPT = 3, 1
+"""Steps of a chain before and after each launch that is measured; in a step of a prompt, where a
+launch takes so long that its neighbours matter less."""
+PLACES, PLACES_PROMPT = 8, 2
+"""Most launches of a chain that are measured, each in another layer; in a step of a prompt."""
 RUNS = 5
 """Runs of a chain for one sample, after one that is not counted."""
 CONTEXT, LONG = 2048, 16384
@@ -96,13 +98,14 @@ def _launch(
     at: Sequence[int],
     choices: tuple[Choice, ...],
 ) -> TunableLaunch:
-    chosen = [*at[:PLACES]]
-    near = {i for n in chosen for i in range(n - BEFORE, n + AFTER + 1)}
+    prompt = site.op.name == "linear" and site.size("x", 0) > MOST_ROWS
+    places, reach = (PLACES_PROMPT, NEAR_PROMPT) if prompt else (PLACES, NEAR)
+    near = {i for n in at[:places] for i in range(n - reach, n + reach + 1)}
     steps = tuple(step for i, step in enumerate(program.steps) if i in near and step.op in CHAINED)
     measured = {program.steps[i].name for i in at}
     kind = re.sub(r"\b\d+\b", "*", program.steps[at[0]].name)
-    places = sum(step.name in measured for step in steps)
-    return TunableLaunch(f"{program.name}: {kind}", call, site, steps, len(at), places, choices)
+    count = sum(step.name in measured for step in steps)
+    return TunableLaunch(f"{program.name}: {kind}", call, site, steps, len(at), count, choices)
 
 
 class ChainTimer:

@@ -38,6 +38,8 @@ from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 BUDGET_S = 120.0
 """Seconds that measuring may take unless another budget is given."""
+COMPILERS = 16
+"""Most candidates compiled at once."""
 WARM_S = 1.0
 """Seconds of work before the first measurement: a cold board raises its clocks for about one."""
 
@@ -147,7 +149,7 @@ def _compiled(
             for pair in timer.launches(one, device.choosing(one.site, choice))
         ]
         with (
-            bench.engine.kernels.compiling(launches, os.cpu_count() or 1) as images,
+            bench.engine.kernels.compiling(launches, min(COMPILERS, os.cpu_count() or 1)) as images,
             progress.task("compiling candidates", len(images), "kernels") as task,
         ):
             images.load(task.advance)

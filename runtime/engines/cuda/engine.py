@@ -324,7 +324,9 @@ class CudaEngine:
             with self.replay.captured_places(segment):
                 self._write_tables([bound], (base + offset for offset in found.spare), places)
                 kept = [*self._kept(bound, lambda step: True, places)]
-            return LaunchTrial(self._measured(segment, kept), base)
+            trial = LaunchTrial(self._measured(segment, kept), base)
+            self.driver("cuCtxSynchronize")  # the copies may still be under way
+        return trial
 
     @property
     def tuned_launches(self) -> list[TunedLaunch]:
