@@ -9,6 +9,10 @@
 //
 //   tdp::Plan plan(client, {{"prompt", "Bring the cup."}, {"stream", "steps"}});
 //   while (auto event = plan.next()) ...   // chunks, then the result; elsewhere: plan.cancel()
+//
+// With what a camera shows:
+//
+//   tdp::json request = tdp::showing("Bring the cup.", {tdp::image("cam0", "rgb8", pixels, 640, 480)});
 #pragma once
 
 #include <sys/eventfd.h>
@@ -28,6 +32,7 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 #include <zmq.hpp>
 
 namespace tdp {
@@ -57,6 +62,23 @@ struct Options {
 // Whether a result is a plan to act on: complete, and valid under the request's schema.
 inline bool whole(const json& result) {
   return result.value("status", "") == "ok" && result.value("plan_valid", false);
+}
+
+// An image of a request: a JPEG or PNG file ("jpeg", "png"), or raw pixels ("rgb8", "bgr8", "mono8") with their size;
+// `step` is the bytes of a row, 0 for no padding. A request with `images` is sent as msgpack, where bytes need no base64.
+inline json image(std::string id, std::string format, std::vector<std::uint8_t> data, unsigned width = 0,
+                  unsigned height = 0, unsigned step = 0) {
+  return {{"id", std::move(id)}, {"format", std::move(format)}, {"data", json::binary(std::move(data))},
+          {"width", width}, {"height", height}, {"step", step}};
+}
+
+// The `messages` and `images` of a request: a text, and images that come after it.
+inline json showing(std::string text, std::vector<json> images) {
+  json parts = {{{"type", "text"}, {"text", std::move(text)}}};
+  for (const json& each : images) parts.push_back({{"type", "image"}, {"image", each["id"]}});
+  json request = {{"messages", {{{"role", "user"}, {"content", std::move(parts)}}}}};
+  request["images"] = std::move(images);
+  return request;
 }
 
 class Plan;
@@ -103,7 +125,7 @@ class Client {
 // A request under way. Its destructor cancels it if it is not over.
 class Plan {
  public:
-  // Waits for a connection, then sends. A `deadline_ms` begins here. Throws Error "unreachable".
+  // Waits for a connection, then sends. A `deadline_ms` begins here. Throws Error "unreachable", or "deadline".
   Plan(Client& client, json request)
       : client_(client), options_(client.options_), endpoint_(client.endpoint_), began_(Clock::now()),
         left_(client.options_.retries) {
@@ -272,12 +294,16 @@ class Plan {
       if (items[0].revents & ZMQ_POLLOUT) return;
       if (items[2].revents) throw Error("cancelled", "the plan was cancelled");
       if (refused_) throw unreachable("it refused the connection: other keys?");
+      if (due_ && Clock::now() >= *due_)
+        throw Error("deadline", "the deadline passed before there was a connection to " + endpoint_);
       if (Clock::now() >= until) throw unreachable("no connection could be made");
     }
   }
 
   std::string body_of(const json& message) const {
-    std::string body = message.dump();
+    std::string body;
+    if (message.contains("images")) json::to_msgpack(message, body);
+    else body = message.dump();
     if (body.size() > options_.max_message)
       throw Error("too_large", "a request must be <= " + std::to_string(options_.max_message) +
                                    " bytes (got " + std::to_string(body.size()) + ")");
@@ -308,9 +334,11 @@ class Plan {
   }
 
   static json parse(const zmq::message_t& body) {
-    json reply = json::parse(static_cast<const char*>(body.data()),
-                             static_cast<const char*>(body.data()) + body.size(), nullptr, false);
-    if (!reply.is_object()) throw Error("internal", "the reply must be a JSON object");
+    const char* begin = static_cast<const char*>(body.data());
+    const char* end = begin + body.size();
+    json reply = begin != end && *begin == '{' ? json::parse(begin, end, nullptr, false)
+                                               : json::from_msgpack(begin, end, true, false);
+    if (!reply.is_object()) throw Error("internal", "the reply must be an object");
     return reply;
   }
 

@@ -66,6 +66,17 @@ std::string run(const std::string& mode, tdp::Client& client, const std::string&
     std::cout << "step" << std::endl;
     return ended(plan, Clock::now());
   }
+  if (mode == "image") {  // 64 x 48 pixels, 8 bytes of padding at the end of a row; then a file that is none
+    std::vector<std::uint8_t> pixels(200 * 48, 7);
+    tdp::json sent = tdp::showing("x", {tdp::image("cam0", "rgb8", pixels, 64, 48, 200)});
+    sent["deadline_ms"] = 5000;
+    const tdp::json result = client.plan(sent);
+    try {
+      client.plan(tdp::showing("x", {tdp::image("cam0", "jpeg", {1, 2, 3})}));
+    } catch (const tdp::Error& error) {
+      return tdp::json({{"result", result}, {"field", error.reply["field"]}}).dump();
+    }
+  }
   if (mode == "format") {  // the leaves of a tree as they come, then the tree
     const tdp::json skills = tdp::json::parse(argument);
     tdp::Plan plan(client, {{"prompt", "x"}, {"stream", "steps"}, {"skills", skills}, {"plan_format", "bt_cpp_xml"}});

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 from support.cpp_clients import needs_cpp, program
 from support.plan_formats import ROBOT
@@ -18,6 +19,8 @@ from support.server_process import RUN
 from support.serving_fixtures import House
 from support.waiting import until
 
+from thor_dflash.runtime.vision.decoder import RawSize, read_picture
+from thor_dflash.serving.planner.mock_images import LIMITS
 from thor_dflash.serving.protocol import json_schemas
 from thor_dflash.serving.transport import curve
 
@@ -79,7 +82,7 @@ def test_a_deadline_counts_from_the_call(house: House, run: Run) -> None:
     assert (result["finish_reason"], result["status"]) == ("deadline", "partial")
     # Without a server, connecting takes no longer than the deadline, or else the timeout (1.5 s).
     code, ms, retryable, _ = run("tcp://127.0.0.1:1", "plan", '{"prompt":"x","deadline_ms":200}')
-    assert (code, retryable) == ("unreachable", "1")
+    assert (code, retryable) == ("deadline", "0")
     assert 200 <= int(ms) < 1000
     code, ms, _, _ = run("tcp://127.0.0.1:1", "plan", '{"prompt": "x"}')
     assert code == "unreachable"
@@ -124,6 +127,16 @@ def test_a_server_that_is_busy_or_starts_again_is_tried_again(
         house.mock(bind=(endpoint,))
         assert waiting.stdout
         assert json.loads(waiting.stdout.read())["status"] == "ok"
+
+
+def test_images_are_sent_as_bytes(house: House, run: Run) -> None:
+    found = table(run(house.mock().endpoints[0], "image"))
+    jsonschema_rs.validator_for(json_schemas.render()["reply.result"]).validate(found["result"])
+    assert "1 image (cam0" in found["result"]["plan"]["goal"]
+    pixels = np.full((48, 64, 3), 7, np.uint8).tobytes()
+    want = read_picture(pixels, "rgb8", LIMITS, RawSize(width=64, height=48))
+    assert [image["sha256"] for image in found["result"]["images"]] == [want.digest.hex()]
+    assert found["field"] == "images[0].data"
 
 
 def test_a_plan_in_another_format(house: House, run: Run) -> None:
