@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 from thor_dflash import __version__
 from thor_dflash.builders.checkpoint.draft_vocab import read_draft_ids
 from thor_dflash.builders.checkpoint.drafter import check_pair, read_drafter
+from thor_dflash.builders.checkpoint.mtp import PREFIX, read_mtp
 from thor_dflash.builders.checkpoint.protocols import DrafterSource, TargetSource, VisionSource
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.checkpoint.vision import VisionMode, read_vision
 from thor_dflash.builders.engine_limits import check_ids, check_target
 from thor_dflash.builders.graphs.drafter import DrafterGraphs
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder
+from thor_dflash.builders.graphs.mtp import MtpGraphs
 from thor_dflash.builders.graphs.target import ID_SLOTS, GraphOptions, TargetGraphs
 from thor_dflash.builders.graphs.vision import VisionGraph
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
@@ -39,7 +42,7 @@ from thor_dflash.builders.tensorrt.package import (
     write_engines,
 )
 from thor_dflash.builders.tensorrt.profiles import session_ranges
-from thor_dflash.config.build import BLOCK, CAPACITY, BuildConfig
+from thor_dflash.config.build import BLOCK, CAPACITY, MTP, BuildConfig
 from thor_dflash.core.errors import CheckpointError, ConfigError
 from thor_dflash.core.model_dims import (
     MERGED,
@@ -110,9 +113,13 @@ class BuildPlan:
 
 
 def build(
-    target: Path, drafter: Path | None, out: Path, config: BuildConfig, progress: Progress
+    target: Path,
+    drafter: Path | Literal["mtp"] | None,
+    out: Path,
+    config: BuildConfig,
+    progress: Progress,
 ) -> Manifest:
-    """Write the package `out` from checkpoint directories.
+    """Write the package `out` from checkpoint directories. Drafter "mtp": the target's MTP layer.
 
     Raises:
         CheckpointError: a checkpoint is not supported, or the two do not fit together.
@@ -122,7 +129,7 @@ def build(
     with progress.task("reading checkpoints"):
         plan = make_plan(
             read_target(target),
-            read_drafter(drafter) if drafter else None,
+            _read_drafter(target, drafter, config),
             config,
             vision=read_vision(target, _vision_mode(config)),
         )
@@ -148,6 +155,17 @@ def build(
         made = replace(described, files=stage.files)
         stage.finish(manifest.render(made))
     return made
+
+
+def _read_drafter(
+    target: Path, drafter: Path | Literal["mtp"] | None, config: BuildConfig
+) -> DrafterSource | None:
+    if drafter == "mtp":
+        if config.engine == "tensorrt":
+            # Its steps update one ring in turn, which a TensorRT engine cannot do in place.
+            raise ConfigError("--drafter must be a directory for engine tensorrt (got mtp)")
+        return read_mtp(target, config.drafts)
+    return read_drafter(drafter) if drafter else None
 
 
 def _vision_mode(config: BuildConfig) -> VisionMode:
@@ -189,11 +207,11 @@ def make_plan(
     graphs: list[GraphBuilder] = []
     chunks = _chunks(target, config, shape.chunk)
     for block, chunk in product((shape.block, *config.widths), (shape.chunk, *chunks)):
-        own, drafting = replace(shape, block=block, chunk=chunk), None
-        if drafter is not None:
-            drafting = DrafterGraphs(drafter.dims, sources[1], source, target.dims.tied, own, ids)
+        own = replace(shape, block=block, chunk=chunk)
         layers = TargetGraphs(target.dims, source, own, scales, seen)
-        graphs += _steps(layers, drafting, own, shape)
+        graphs += _steps(
+            layers, _drafting(drafter, target.dims.tied, sources, own, ids), own, shape
+        )
     for block in blocks:
         wide = replace(shape, block=block)
         graphs.append(TargetGraphs(target.dims, source, wide, scales, seen).verify())
@@ -230,9 +248,24 @@ def _kv_scales(target: TargetSource) -> dict[int, tuple[float, float]]:
     return {i: pair for i in layers if (pair := target.kv_scales(i)) is not None}
 
 
+def _drafting(
+    drafter: DrafterSource | None,
+    tied: bool,
+    sources: Sequence[WeightPlacement],
+    own: GraphOptions,
+    ids: NDArray[np.int32] | None,
+) -> DrafterGraphs | MtpGraphs | None:
+    """The drafter's graphs. `sources`: of the target, then of the drafter."""
+    if drafter is None:
+        return None
+    target, source = sources[:2]
+    make = MtpGraphs if own.normed else DrafterGraphs
+    return make(drafter.dims, source, target, tied, own, ids)
+
+
 def _steps(
     layers: TargetGraphs,
-    drafting: DrafterGraphs | None,
+    drafting: DrafterGraphs | MtpGraphs | None,
     own: GraphOptions,
     shape: GraphOptions,
 ) -> list[GraphBuilder]:
@@ -244,7 +277,9 @@ def _steps(
     if own_chunk:
         steps += [layers.verify(), layers.accept(False), layers.accept(True)]
         steps += [layers.accept(masked, sampled=True) for masked in (False, True)]
-    if drafting is not None and own_chunk:
+    if isinstance(drafting, MtpGraphs) and own_chunk:
+        steps += [drafting.propose(), drafting.propose(sampled=True)]
+    if isinstance(drafting, DrafterGraphs) and own_chunk:
         steps += [drafting.propose(), drafting.observe("observe", own.block)]
         steps += [drafting.sample_drafts(), drafting.sample_drafts_rejection()]
         steps.append(layers.accept(True, sampled=True, candidates=drafting.candidates))
@@ -311,7 +346,7 @@ def _shape(
 ) -> GraphOptions:
     _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
-    if drafter is not None and block > drafter.dims.block:
+    if drafter is not None and drafter.dims.kind != MTP and block > drafter.dims.block:
         raise ConfigError(
             f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
         )
@@ -341,6 +376,7 @@ def _shape(
         saves=config.saves,
         vocab=ids or target.dims.vocab,
         taps=drafter.dims.taps if drafter else (),
+        normed=drafter is not None and drafter.dims.kind == MTP,
     )
 
 
@@ -379,7 +415,9 @@ def _stop(target: TargetSource, vocab: int) -> tuple[int, ...]:
 def _skipped(plan: BuildPlan) -> tuple[str, ...]:
     """Return the names of the target's tensors that no graph uses."""
     used = plan.vision.names if plan.vision else frozenset[str]()
-    return tuple(name for name in plan.target.skipped if name not in used)
+    mtp = plan.shape.normed
+    found = (name for name in plan.target.skipped if name not in used)
+    return tuple(name for name in found if not (mtp and name.startswith(PREFIX)))
 
 
 def describe(plan: BuildPlan) -> Manifest:

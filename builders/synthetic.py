@@ -18,6 +18,7 @@ import numpy as np
 from thor_dflash.builders.build import describe, make_plan
 from thor_dflash.builders.checkpoint.drafter import drafter_layout
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors
+from thor_dflash.builders.checkpoint.mtp import HALVES, mtp_dims, mtp_layout
 from thor_dflash.builders.checkpoint.quantized_matrix import Matrix, WeightFormat
 from thor_dflash.builders.checkpoint.target import target_layout
 from thor_dflash.builders.checkpoint.vision import tower_layout
@@ -114,8 +115,10 @@ class SyntheticCheckpoint:
 
     def matrix(self, name: str) -> Matrix:
         """Return a linear's weight."""
-        rows, columns = self.layout.matrices[name]
-        if name.endswith(BF16_LINEARS):
+        half = name in HALVES
+        rows, columns = self.layout.matrices["fc" if half else name]
+        columns //= 1 + half
+        if self.kind is WeightFormat.BF16 or name.endswith(BF16_LINEARS):
             return Matrix(name, _all(ml_dtypes.bfloat16, (rows, columns)))
         ones = _all(np.float32, (rows,))
         if self.kind is WeightFormat.FP8:
@@ -125,7 +128,9 @@ class SyntheticCheckpoint:
 
     def tensor(self, name: str) -> Array:
         """Return any other tensor."""
-        return _all(ml_dtypes.bfloat16, self.layout.tensors[name])
+        # A drafter's norms are as in a checkpoint, an MTP layer's have 1 added.
+        kind = np.float32 if self.kind is WeightFormat.BF16 else ml_dtypes.bfloat16
+        return _all(kind, self.layout.tensors[name])
 
     def kv_scales(self, layer: int) -> tuple[float, float] | None:
         """Return the FP8 scales of the cache: None, which means 1."""
@@ -161,19 +166,26 @@ def write_synthetic(
     out: Path,
     config: BuildConfig,
     blocks: tuple[int, ...] = (),
+    *,
+    mtp: bool = False,
 ) -> Manifest:
     """Write the programs, constants and manifest of a package into the directory `out`.
 
     `blocks` as for `make_plan`; block sizes may be odd. A vision tower only with build.vision on.
+    With `mtp` the drafter is the target's MTP layer, in BF16 as published checkpoints have it.
     """
-    target, drafter = SHAPES[shape]
+    target, dflash = SHAPES[shape]
+    drafter = SyntheticCheckpoint(out, dflash, drafter_layout(dflash))
+    if mtp:
+        dims, bf16 = mtp_dims(target, config.drafts), WeightFormat.BF16
+        drafter = SyntheticCheckpoint(out, dims, mtp_layout(target), kind=bf16)
     vision, tower = QWEN36_27B_VISION, None
     if config.vision == "on":
         tower = SyntheticTower(out, vision, tower_layout(vision.tower, target.hidden))
     (out / "config.json").write_text("{}")
     plan = make_plan(
         SyntheticCheckpoint(out, target, target_layout(target)),
-        SyntheticCheckpoint(out, drafter, drafter_layout(drafter)),
+        drafter,
         config,
         blocks,
         tower,

@@ -10,6 +10,7 @@ from thor_dflash.plugins.accept import launch as accept
 from thor_dflash.plugins.context_kv import launch as context_kv
 from thor_dflash.plugins.draft_attention import launch as draft_attention
 from thor_dflash.plugins.draft_conv import launch as draft_conv
+from thor_dflash.plugins.fill_drafts import launch as fill_drafts
 from thor_dflash.plugins.gdn import launch as gdn
 from thor_dflash.plugins.head import launch as head
 from thor_dflash.plugins.image_attention import launch as image_attention
@@ -18,6 +19,7 @@ from thor_dflash.plugins.image_positions import launch as image_positions
 from thor_dflash.plugins.launch import OpKernels
 from thor_dflash.plugins.layer_norm import launch as layer_norm
 from thor_dflash.plugins.linear import launch as linear
+from thor_dflash.plugins.rms_norm import launch as rms_norm
 from thor_dflash.plugins.sample import launch as sample
 from thor_dflash.plugins.selector import launch as selector
 from thor_dflash.plugins.standard import launch as standard
@@ -42,6 +44,8 @@ KERNELS: Mapping[str, OpKernels] = {
         image_attention.KERNELS,
         image_positions.KERNELS,
         image_embed.KERNELS,
+        rms_norm.KERNELS,
+        fill_drafts.KERNELS,
         *standard.KERNELS,
     )
 }

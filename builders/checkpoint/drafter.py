@@ -119,7 +119,7 @@ def check_pair(target: TargetDims, drafter: DrafterDims) -> None:
         raise _unfit("vocab_size", f"{target.vocab}, the target's", drafter.vocab)
     if drafter.target_layers not in (0, depth):
         raise _unfit("num_target_layers", f"{depth}, the target's depth", drafter.target_layers)
-    if max(drafter.taps) >= depth:
+    if max(drafter.taps, default=0) >= depth:
         rule = f"layers of the target, 0 to {depth - 1}"
         raise _unfit("target_layer_ids", rule, list(drafter.taps))
     if drafter.mask_token >= target.vocab:

@@ -119,7 +119,7 @@ def target_layout(dims: TargetDims) -> ExpectedTensors:
         tensors[f"{layer}.input_layernorm.weight"] = (dims.hidden,)
         tensors[f"{layer}.post_attention_layernorm.weight"] = (dims.hidden,)
         matrices |= gated_mlp(f"{layer}.mlp", dims.hidden, dims.intermediate)
-        part = _attention(dims, layer) if kind == "attention" else _gdn(dims, layer)
+        part = attention_layout(dims, layer) if kind == "attention" else _gdn(dims, layer)
         matrices |= part.matrices
         tensors |= part.tensors
     if not dims.tied:
@@ -127,7 +127,8 @@ def target_layout(dims: TargetDims) -> ExpectedTensors:
     return ExpectedTensors(matrices, tensors)
 
 
-def _attention(dims: TargetDims, layer: str) -> ExpectedTensors:
+def attention_layout(dims: TargetDims, layer: str) -> ExpectedTensors:
+    """Return the tensors of one gated attention."""
     a, stem = dims.attention, f"{layer}.self_attn"
     query, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return ExpectedTensors(

@@ -13,7 +13,7 @@ KINDS: dict[str, LayerKind] = {"linear_attention": "gdn", "full_attention": "att
 
 def target_dims(root: Fields) -> TargetDims:
     """Return the sizes in a config.json, multimodal wrapper or text only."""
-    text = _text(root)
+    text = text_section(root)
     _check_understood(text)
     return TargetDims(
         vocab=text.integer("vocab_size"),
@@ -28,7 +28,8 @@ def target_dims(root: Fields) -> TargetDims:
     )
 
 
-def _text(root: Fields) -> Fields:
+def text_section(root: Fields) -> Fields:
+    """Return the text model's keys of a config.json."""
     if root.text("model_type") not in (WRAPPER, TEXT):
         raise root.wrong("model_type", f"{WRAPPER} or {TEXT}")
     if root.given("architectures"):

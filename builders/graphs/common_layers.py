@@ -35,18 +35,21 @@ def sampling_inputs(
 
 
 def embed(
-    g: GraphBuilder, source: WeightPlacement, tokens: GraphValue, activations: DType
+    g: GraphBuilder,
+    source: WeightPlacement,
+    tokens: GraphValue,
+    activations: DType,
+    call: str = "",
 ) -> GraphValue:
-    """Look up rows of the target's embedding table, in the activations' type."""
-    table = source.plain(g, EMBEDDING)
-    rows = g.node(
-        "Gather", "embedding", table.dtype, (*tokens.shape, table.shape[1]), table, tokens, axis=0
-    )
+    """Look up rows of the target's embedding table, in the activations' type. `call` begins the
+    names of nodes of which a graph has several, here and below.
+    """
+    table, name = source.plain(g, EMBEDDING), f"{call}embedding"
+    shape = *tokens.shape, table.shape[1]
+    rows = g.node("Gather", name, table.dtype, shape, table, tokens, axis=0)
     if rows.dtype is activations:
         return rows
-    return g.node(
-        "Cast", "embedding.rows", activations, rows.shape, rows, to=ONNX_TYPE[activations]
-    )
+    return g.node("Cast", f"{name}.rows", activations, shape, rows, to=ONNX_TYPE[activations])
 
 
 def project(
@@ -71,11 +74,12 @@ def residual(
     onto: GraphValue,
     inputs: Mapping[str, GraphValue] = NO_VALUES,
     attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
+    call: str = "",
 ) -> GraphValue:
     """onto + x w^T."""
     return project(
         g,
-        source.prefix + name,
+        call + source.prefix + name,
         x,
         [source.packed(name)],
         {"residual": onto, **inputs},
@@ -89,16 +93,17 @@ def mlp(
     layer: str,
     x: GraphValue,
     norm: Mapping[str, Attribute],
+    call: str = "",
 ) -> GraphValue:
     """x + down(silu(gate h) * (up h)), h the normed x."""
     weights = [source.packed(f"{layer}.mlp.{part}_proj") for part in ("gate", "up")]
     weight = source.plain(g, f"{layer}.post_attention_layernorm.weight")
     [h] = project(
         g,
-        f"{source.prefix}{layer}.mlp.gate_up",
+        f"{call}{source.prefix}{layer}.mlp.gate_up",
         x,
         weights,
         {"norm_weight": weight},
         {"epilogue": "swiglu", **norm},
     )
-    return residual(g, source, f"{layer}.mlp.down_proj", h, x)
+    return residual(g, source, f"{layer}.mlp.down_proj", h, x, call=call)

@@ -18,7 +18,16 @@ from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
 from thor_dflash.core.model_dims import TargetDims, VisionDims
 from thor_dflash.core.tensors import DType
-from thor_dflash.plugins import ACCEPT, GDN, HEAD, IMAGE_EMBED, SAMPLE, VERIFY_ATTENTION
+from thor_dflash.package.manifest import HIDDEN
+from thor_dflash.plugins import (
+    ACCEPT,
+    GDN,
+    HEAD,
+    IMAGE_EMBED,
+    RMS_NORM,
+    SAMPLE,
+    VERIFY_ATTENTION,
+)
 from thor_dflash.plugins.contract import NEXT, Attribute
 
 Mode = Literal["verify", "prefill"]
@@ -40,6 +49,8 @@ class GraphOptions:
     """Ids from this one on are padding."""
     taps: tuple[int, ...]
     """Target layers whose output the drafter reads."""
+    normed: bool = False
+    """Whether it reads the last layer's output after the final norm instead."""
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -148,7 +159,8 @@ class TargetGraphs:
         outputs: list[GraphValue] = []
         for i in range(len(self._dims.layers)):
             mixer = self._mixer(g, i, x, mode)
-            if mode == "prefill" and i == len(self._dims.layers) - 1 and i not in self._shape.taps:
+            last = i == len(self._dims.layers) - 1
+            if mode == "prefill" and last and not self._shape.normed and i not in self._shape.taps:
                 break  # the last rows are no tap: nothing reads them, only the state
             x = self._mixed(g, i, x, *mixer)
             x = mlp(g, self._source, f"layers.{i}", x, self._norm)
@@ -157,7 +169,19 @@ class TargetGraphs:
         if taps := [outputs[i] for i in self._shape.taps]:
             width = len(taps) * self._dims.hidden
             g.output(g.node("Concat", "taps", x.dtype, (rows, width), *taps, axis=1))
+        if self._shape.normed:
+            self._normed(g, x, mode)
         return x
+
+    def _normed(self, g: GraphBuilder, x: GraphValue, mode: Mode) -> None:
+        """Add the rows after the final norm as taps, and in prefill the last one as a state."""
+        norm: dict[str, Attribute] = {"eps": self._dims.eps, "offset": 1.0}
+        ports = {"x": x, "weight": self._source.plain(g, "norm.weight")}
+        taps = g.operator(RMS_NORM, "taps", ports, norm, {"y": "taps"})["y"]
+        g.output(taps)
+        if mode == "prefill":
+            shape, row = (1, self._dims.hidden), g.input("last_row", DType.I32, (1,))
+            g.output(g.node("Gather", f"{NEXT}{HIDDEN}", x.dtype, shape, taps, row, axis=0))
 
     def _mixer(
         self, g: GraphBuilder, i: int, x: GraphValue, mode: Mode

@@ -124,7 +124,7 @@ class _Lowering:
         """rows = table[ids]; for a drafter, the ids are one id followed by mask tokens."""
         table, ids = gather.input
         mask = -1
-        if (concat := self.makers.get(ids)) is not None:
+        if (concat := self.makers.get(ids)) is not None and concat.op_type == "Concat":
             ids, masks = concat.input
             tokens = set(numpy_helper.to_array(self.constants[masks]).tolist())
             if len(tokens) != 1:
@@ -175,6 +175,19 @@ class _Lowering:
                 for port, name in call.outputs.items()
                 if name in read or port not in rule.optional
             }
+
+    def join_states(self) -> None:
+        """Let a state that several calls update in turn be one buffer, under its last name."""
+        given = {i.name for i in self.model.graph.input}
+        last: dict[str, str] = {}
+        for call in reversed(self.calls):
+            for port, name in call.outputs.items():
+                if source := KERNELS[call.op].op.alias_of(port):
+                    call.outputs[port] = last.get(name, name)
+                    if (before := call.inputs[source]) not in given:
+                        last[before] = call.outputs[port]
+        for call in self.calls if last else ():
+            call.inputs = {port: last.get(name, name) for port, name in call.inputs.items()}
 
     def share_rows(self) -> None:
         """Let the call that makes a block's rows also write them as slabs, the layout that the next
@@ -407,6 +420,7 @@ def lower(model: onnx.ModelProto, packing: WeightPacker) -> Program:
     lowering.read()
     lowering.walk()
     lowering.prune()
+    lowering.join_states()
     lowering.share_rows()
     lowering.pack()
     lowering.look_ahead()

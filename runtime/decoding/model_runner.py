@@ -11,7 +11,9 @@ import numpy as np
 from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.package.manifest import (
     CHUNK_STEPS,
+    CHUNKED,
     ENCODE,
+    HIDDEN,
     Manifest,
     encoder_name,
     graph_name,
@@ -77,10 +79,9 @@ class ModelRunner:
         changed after it.
         """
         drafter = manifest.drafter
-        names = ["prefill", "verify", "accept", "accept_masked"]
-        names += ["propose", "observe", "observe_chunk"] if drafter else []
-        if not engine.loads_late:
-            names += self._drawing(rejection=True)
+        self.chained = manifest.own_drafter == "mtp"
+        """The drafter is an MTP layer: it drafts one token after another, from normed rows."""
+        names = self._steps()
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
             for chunk in self.chunks
@@ -110,10 +111,19 @@ class ModelRunner:
         if drafter:
             self.write_windows(0, 0)
 
+    def _steps(self) -> list[str]:
+        """The graphs that are loaded at once."""
+        names = ["prefill", "verify", "accept", "accept_masked"]
+        if self.manifest.drafter:
+            names += ["propose", CHUNKED] + ["observe"] * (not self.chained)
+        return names if self.engine.loads_late else names + self._drawing(rejection=True)
+
     def _drawing(self, *, rejection: bool) -> list[str]:
         """The graphs that only sampled requests need, with or without rejection."""
         names = ["accept_sampled", "accept_sampled_masked"]
-        if self.manifest.drafter:
+        if self.chained:
+            names += ["propose_sampled"]
+        elif self.manifest.drafter:
             names += ["sample_drafts"]
             names += ["sample_drafts_rejection", "accept_rejection"] * rejection
         return names
@@ -208,10 +218,12 @@ class ModelRunner:
             asked = sliding if layer.window else full
             self._set(f"drafter.{i}.window", asked or layer.window)
 
-    def write_first(self, context: int) -> None:
-        """Limit how many positions before the block the drafter sees; 0: no limit."""
+    def write_first(self, context: int, least: int = 0) -> None:
+        """Limit how many positions before the block the drafter sees; 0: no limit. It never sees
+        those before `least`.
+        """
         oldest = self.state.length - context if context else 0
-        self._write_changed("drafter.first", max(self.state.first, oldest))
+        self._write_changed("drafter.first", max(self.state.first, oldest, least))
 
     def write_sampling(self, sampling: Sampling | None) -> None:
         """Set how blocks with `sampled` draw tokens; None: the sequence is greedy."""
@@ -267,32 +279,98 @@ class ModelRunner:
         for done in range(0, len(rows), self.chunk):
             part = rows[done : done + self.chunk]
             size = self.step_rows(len(part))
-            taps = self._inputs[_key(self.sized("observe_chunk", size), "taps")]
+            taps = self._inputs[_key(self.sized(CHUNKED, size), "taps")]
             self.engine.write(taps, part)
             self.state.log.writing(start + done, size)
             self._set("length", start + done)
-            self.engine.run([self.call("observe_chunk", size)])
+            self.engine.run([self.call(CHUNKED, size)])
         self.state.behind.clear()
+
+    def hold_prefilled(self) -> None:
+        """Hold the last row of the prompt for an MTP layer, if it holds none yet: until now the
+        token after it was not known.
+        """
+        if not self.state.behind and self.state.length:
+            self.state.behind.append(self._hidden())
+
+    def _hidden(self) -> Array:
+        """The target's last prefilled row, normed, [1, H]."""
+        hidden = self.state.tensors[HIDDEN]
+        # With a shape, as the state may have been swapped in since the last run copied it out.
+        return self.engine.read(hidden, hidden.spec.at({}))
+
+    def chain(
+        self, following: Sequence[int], ids: Sequence[int], drafts: int, context: int
+    ) -> None:
+        """Write what `propose` of an MTP layer reads: the held rows, of which the last stay held,
+        and `ids`, the block's tokens or -1 where one of the `drafts` is wanted. `following`: the
+        newest tokens, each the one after a held row; as many or more.
+        """
+        rows, length = np.concatenate(self.state.behind), self.state.length
+        following = following[-len(rows) :]
+        while len(rows) > self.block:
+            part = rows[: min(len(rows) - 1, self.chunk)]
+            self._take_in(length - len(rows) + 1, part, following)
+            rows, following = rows[len(part) :], following[len(part) :]
+        self.state.behind[:] = [rows]
+        self.engine.write(self._inputs["taps"], rows)
+        self._set("following", *following, *[0] * (self.block - len(rows)))
+        self._set("drafter.row", len(rows) - 1)
+        self._set("drafter.length", length - len(rows) + 1)
+        for step in range(1, drafts):
+            self._set(f"drafter.length.{step}", length + step)
+        self._set("ids", *[*ids, *[0] * self.block][: self.block])
+        # Index 0 has no row: a row has a token and the target's row before it.
+        self.write_first(context, least=1)
+
+    def _take_in(self, start: int, rows: Array, following: Sequence[int]) -> None:
+        """Put rows of an MTP layer into its ring from an index on, with the token after each."""
+        size = self.step_rows(len(rows))
+        step = self.sized(CHUNKED, size)
+        self.engine.write(self._inputs[_key(step, "taps")], rows)
+        padded = [*following[: len(rows)], *[0] * (size - len(rows))]
+        self._set(_key(step, "following"), *padded)
+        self._set("drafter.length", start)
+        self.state.log.writing(start, size)
+        self.engine.run([self.call(CHUNKED, size)])
 
     def prefill(self, tokens: Sequence[int], observe: bool) -> None:
         """Commit up to `chunk` prompt tokens; `observe` also updates the drafter's rings."""
         rows = self.step_rows(len(tokens))
+        start = self.state.length
+        if self.chained:
+            self._chain_prefill(tokens, rows, observe)
         if self.manifest.vision:
             tokens = self._see(tokens, self.sized("prefill", rows), rows)
         padded = [*tokens, *[0] * (rows - len(tokens))]
         self._set(_key(self.sized("prefill", rows), "tokens"), *padded)
         self._set("valid", len(tokens))
-        start = self.state.length
         self._begin(rows)
         calls = [self.call("prefill", rows)]
         if observe and self.manifest.drafter:
-            calls.append(self.call("observe_chunk", rows))
+            calls.append(self.call(CHUNKED, rows))
         self.engine.run(calls)
         # Wait, so that a request can be cancelled within a chunk and the chunk's time is known.
         self.engine.read(self._inputs["valid"])
         self.state.advance(len(tokens))
         if observe or not self.manifest.drafter:
             self.state.log.prefilled(start, len(tokens))
+
+    def _chain_prefill(self, tokens: Sequence[int], rows: int, observe: bool) -> None:
+        """Prepare a prefill step for an MTP layer. Its row for a token needs the target's row
+        before it: that of the first token was the last one of the step before. So rows of the ring
+        depend on the tokens up to their own alone, as those of the caches do.
+        """
+        start, vision = self.state.length, self.manifest.vision
+        # An image's tokens are negative; the layer sees the id that stands for all of them.
+        ids = [vision.image_token if token < 0 and vision else token for token in tokens]
+        if observe and start:
+            self._take_in(start, self._hidden(), ids[:1])
+        padded = [*ids[1:], *[0] * (rows - len(ids) + 1)]
+        self._set(_key(self.sized(CHUNKED, rows), "following"), *padded)
+        self._set("last_row", len(ids) - 1)
+        self._set("drafter.length", start + 1)
+        self.state.log.writing(start + rows, 1)  # the step's last row is one index further
 
     def _see(self, tokens: Sequence[int], step: str, rows: int) -> Sequence[int]:
         """Write the rows and positions of a prefill step; return its ids of text and of rows."""
@@ -414,5 +492,5 @@ def _key(step: str, name: str) -> str:
     base, dot, size = step.partition(".")
     if base == ENCODE:
         return f"{name}.{step}"
-    chunk = base in CHUNK_STEPS and name in ("tokens", "taps", "image", "at")
+    chunk = base in CHUNK_STEPS and name in ("tokens", "taps", "following", "image", "at")
     return f"{name}_chunk{dot}{size}" if chunk else name

@@ -53,7 +53,8 @@ class Proposer(Protocol):
         ...
 
 
-def _undrafted(model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
+def undrafted(model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
+    """Write the last token and what is forced after it."""
     model.write_tokens([progress.last, *block.forced])
     return Proposal(0)
 
@@ -67,7 +68,7 @@ class NoDrafter:
         return rows
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
-        return _undrafted(model, progress, block)
+        return undrafted(model, progress, block)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         return ()
@@ -92,8 +93,8 @@ class DflashDrafter:
         Raises:
             RequestError: the package has no drafter.
         """
-        if model.manifest.drafter is None:
-            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
+        if (own := model.manifest.own_drafter) != "dflash":
+            raise RequestError(f"drafter must be {own}, the package's (got dflash)")
         model.write_windows(self.config.window, self.config.full)
         seed = rows - self.config.seed if self.config.seed else 0
         model.state.first = max(model.state.first, seed)
@@ -101,7 +102,7 @@ class DflashDrafter:
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         if not block.draft:
-            return _undrafted(model, progress, block)
+            return undrafted(model, progress, block)
         model.catch_up()
         model.write_last(progress.last)
         model.write_first(self.config.context)
@@ -135,7 +136,7 @@ class CallableDrafter:
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         if not block.draft:
-            return _undrafted(model, progress, block)
+            return undrafted(model, progress, block)
         drafts = list(self.guess(progress))[: model.block - 1]
         drafts[: len(block.forced)] = block.forced
         model.write_tokens([progress.last, *drafts])

@@ -9,7 +9,7 @@ later step folds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thor_dflash.core.errors import TransactionError
 from thor_dflash.core.tensors import Array, Dims, TensorSpec
@@ -47,7 +47,8 @@ class SequenceState:
                 if name.startswith(NEXT):
                     state = name.removeprefix(NEXT)
                     if state not in self.tensors:
-                        self.tensors[state] = engine.empty(graph.inputs[state], dims)
+                        spec = replace(graph.outputs[name], name=state)
+                        self.tensors[state] = engine.empty(spec, dims)
         self.length = 0
         """Committed rows."""
         self.accepted = 0
@@ -151,7 +152,7 @@ class SequenceState:
     @staticmethod
     def _shape(name: str, tensor: Tensor, length: int) -> tuple[int, ...]:
         shape = tensor.spec.at({})
-        if name.startswith("gdn."):
+        if name.startswith("gdn.") or len(shape) < 3:
             return shape
         heads, rows, width = shape  # caches and rings are [heads, rows, width]
         return heads, min(rows, length), width

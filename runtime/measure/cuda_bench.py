@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from thor_dflash.plugins.verify_attention import TILE
 from thor_dflash.runtime.decoding.block import DecodeProgress
 from thor_dflash.runtime.decoding.loop import DecodeRequest, decode
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import DflashDrafter
+from thor_dflash.runtime.decoding.mtp import own_drafter
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.cuda.binding import cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
@@ -243,14 +243,26 @@ class CudaBench:
         names = [n for n in ("verify", "propose", "observe") if n in self.model.graphs]
         for name in (*names, *self.extra):
             inputs = self.call(name).inputs
-            for port, value in (("length", length), ("accepted", accepted), ("last", 1)):
+            for port, value in self._counters(inputs, length, accepted):
+                self.engine.write(inputs[port], np.array([value], np.int32))
+            for port in ("tokens", "following"):
                 if port in inputs:
-                    self.engine.write(inputs[port], np.array([value], np.int32))
-            if "tokens" in inputs:
-                rows = inputs["tokens"].spec.at({})[0]
-                self.engine.write(inputs["tokens"], self._ids(length, rows))
+                    rows = inputs[port].spec.at({})[0]
+                    self.engine.write(inputs[port], self._ids(length, rows))
+            if "ids" in inputs:
+                self.engine.write(inputs["ids"], np.array([1, *[-1] * (self.block - 1)], np.int32))
         # An excerpt, when replayed, does not send what the host wrote; a read does.
         self.engine.read(self.call("verify").inputs["length"])
+
+    @staticmethod
+    def _counters(
+        inputs: Mapping[str, Tensor], length: int, accepted: int
+    ) -> Iterator[tuple[str, int]]:
+        """The inputs that say where a step is, and their values."""
+        own = {"length": length, "accepted": accepted, "last": 1}
+        own |= {"drafter.length": length - accepted + 1, "drafter.row": accepted - 1}
+        own |= {f"drafter.length.{step}": length + step for step in range(1, accepted + 1)}
+        return ((port, value) for port, value in own.items() if port in inputs)
 
     def fill_state(self) -> None:
         """Fill caches, rings and states with ordinary numbers: zeros make memory faster, and NaN,
@@ -285,7 +297,7 @@ class CudaBench:
             max_tokens=most,
             max_answer=most,
             stop=(),
-            proposer=DflashDrafter(),
+            proposer=own_drafter(self.model.manifest),
             policies=(),
         )
         meter = RequestMeter(self.model.block, self.engine.busy())

@@ -28,7 +28,8 @@ from thor_dflash.runtime.decoding.block import AcceptRule, Policy, Sampling
 from thor_dflash.runtime.decoding.draft_chooser import DraftChooser
 from thor_dflash.runtime.decoding.lookup import LookupTexts
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.mtp import own_drafter
+from thor_dflash.runtime.decoding.proposers import NoDrafter, Proposer
 from thor_dflash.runtime.grammar.compiler import Grammar
 from thor_dflash.runtime.grammar.policy import Constrain, ForbidToken, Place, leads
 from thor_dflash.runtime.grammar.tools import ToolUse
@@ -58,7 +59,7 @@ class Request:
     max_answer: int | None = None
     """Of the answer, not counting the thinking before it; None: as max_tokens."""
     stop: frozenset[int] = frozenset()
-    drafter: Literal["auto", "dflash", "lookup", "none"] = "dflash"
+    drafter: Literal["auto", "dflash", "mtp", "lookup", "none"] = "dflash"
     """auto: the package's drafter, if it has one, and lookup."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """Texts that the answer after the thinking may repeat; only for lookup."""
@@ -284,7 +285,8 @@ class Admission:
         return tuple((*lead, *ids) for ids in request.drafts)
 
     def _drafter(self, request: Request) -> Proposer:
-        without = self._model.manifest.drafter is None
+        own = self._model.manifest.own_drafter
+        without = own == "none"
         if request.drafter in ("none", "lookup") or (request.drafter == "auto" and without):
             got = "a package without a drafter" if without else f"drafter {request.drafter}"
             for name, used in (
@@ -296,13 +298,13 @@ class Admission:
                     raise RequestError(f"{name} must be used with a drafter (got {got})")
             return NoDrafter()
         drafter = self._model.manifest.drafter
-        if drafter is None:
-            raise RequestError("drafter must be none, the package has no drafter (got dflash)")
+        if drafter is None or request.drafter not in ("auto", own):
+            raise RequestError(f"drafter must be {own}, the package's (got {request.drafter})")
         windows = [layer.window for layer in drafter.layers]
         self._check_window("window", request.draft.window, [w for w in windows if w], "sliding")
         limits = [self._model.limit for w in windows if not w]
         self._check_window("full", request.draft.full, limits, "full")
-        return DflashDrafter(request.draft)
+        return own_drafter(self._model.manifest, request.draft)
 
     def _check_window(self, name: str, value: int, bounds: Sequence[int], kind: str) -> None:
         """Check a window of the drafter's layers of one kind; `bounds` has one of each layer."""

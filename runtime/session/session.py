@@ -18,7 +18,8 @@ from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
 from thor_dflash.runtime.decoding.loop import DecodeRequest, TokenChunk, decode
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
+from thor_dflash.runtime.decoding.mtp import own_drafter
+from thor_dflash.runtime.decoding.proposers import Proposer
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.memory_estimate import per_token, shorter
@@ -87,9 +88,9 @@ class Session:
         return PackageText(self.manifest, self.tokenizer, self.model.capacity)
 
     @property
-    def drafter(self) -> Literal["dflash", "none"]:
+    def drafter(self) -> Literal["dflash", "mtp", "none"]:
         """The default of a request's drafter: the package's, if it has one."""
-        return "dflash" if self.manifest.drafter else "none"
+        return self.manifest.own_drafter
 
     def grammar(self, schema: str | Mapping[str, Any] | JsonSchema) -> Grammar:
         """Compile a JSON schema, or return it from the cache. Thread-safe.
@@ -183,7 +184,7 @@ class Session:
             max_tokens=1,
             max_answer=1,
             stop=(),
-            proposer=DflashDrafter() if self.manifest.drafter else NoDrafter(),
+            proposer=own_drafter(self.manifest),
             policies=(),
             start=start,
         )

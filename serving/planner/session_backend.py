@@ -81,9 +81,10 @@ class SessionBackend:
         self._log = log
         self._store = store
         self._skipped: tuple[str, ...] = ()
-        if config.drafter == "dflash" and session.manifest.drafter is None:
+        own = session.manifest.own_drafter
+        if config.drafter in ("dflash", "mtp") and config.drafter != own:
             raise RequestError(
-                "serve.drafter must not be dflash for a package without a drafter (got dflash)"
+                f"serve.drafter must be auto, lookup or {own}, the package's (got {config.drafter})"
             )
         session.prefixes.budget = config.prefix_mb << 20
         session.answers.each = config.recent_answers

@@ -20,7 +20,8 @@ FEATURES = (
 
 def relaxes(session: Session, config: ServeConfig) -> bool:
     """Whether thinking may be accepted relaxed."""
-    return session.manifest.drafter is not None and config.drafter in ("auto", "dflash")
+    own = session.manifest.own_drafter
+    return own != "none" and config.drafter in ("auto", own)
 
 
 def looks_up(config: ServeConfig) -> bool:

@@ -241,7 +241,7 @@ def test_without_a_tokenizer_only_ids(
     assert (got["tokens"], got["text"], got["thinking"]) == ([5, 6, 7], None, None)
     assert session.requests[-1] == Request((1, 2), 1024, 1024, frozenset({271, 272}), "auto")
     assert generate("--tokens", str(tmp_path / "t"), "--drafter", "dflash") == 2
-    assert "the package has no drafter (got dflash)" in line(capsys)
+    assert "the package's (got dflash)" in line(capsys)
     (tmp_path / "t").write_text("[1, 300]")
     assert generate("--tokens", str(tmp_path / "t")) == 2
     assert line(capsys) == "tokens[1] must be in 0..299 (got 300)\n"

@@ -1,4 +1,5 @@
-"""Times full-size cycles with a DFlash2 drafter beside those with a DFlash drafter.
+"""Times full-size cycles with a DFlash2 drafter and with an MTP layer beside those with a DFlash
+drafter.
 
     python tests/gpu/dflash2_cycles.py
 
@@ -28,21 +29,36 @@ from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 ROUNDS = 3
 FIRST, SECOND = "qwen3.6-27b", "qwen3.8-27b"
 PACKAGES = {
-    "DFlash, 16 rows, 64k": (FIRST, True),
-    "DFlash2, 8 rows, 64k": (SECOND, True),
-    "DFlash2, 8 rows, all ids": (SECOND, False),
+    "DFlash, 16 rows, 64k": (FIRST, True, False),
+    "DFlash2, 8 rows, 64k": (SECOND, True, False),
+    "DFlash2, 8 rows, all ids": (SECOND, False, False),
+    "MTP, 3 drafts, 64k": (FIRST, True, True),
+    "MTP, 3 drafts, all ids": (FIRST, False, True),
 }
-"""Name -> shape, and whether the drafter has a reduced vocabulary."""
-PARTS = ("linear", "head", "draft_attention", "draft_conv", "selector", "compose")
+"""Name -> shape, whether the drafter has a reduced vocabulary, and whether it is the MTP layer."""
+PARTS = (
+    "linear",
+    "head",
+    "draft_attention",
+    "draft_conv",
+    "selector",
+    "compose",
+    "context_kv",
+    "embed",
+    "rms_norm",
+    "fill_drafts",
+)
 
 
 def times(bench: CudaBench) -> dict[str, float]:
     """Milliseconds of each step, of a cycle, and of the drafter's operators each alone."""
     bench.at(CONTEXT, bench.block)
-    found = {name: bench.steps([name]).median for name in CYCLE}
-    found["cycle"] = bench.steps(CYCLE).median
+    # An MTP layer takes in rows when it next drafts.
+    cycle = [name for name in CYCLE if name in bench.model.graphs]
+    found = {name: bench.steps([name]).median for name in cycle}
+    found["cycle"] = bench.steps(cycle).median
     # Its drafts come from a text: the host has written the tokens.
-    found["lookup cycle"] = bench.steps([name for name in CYCLE if name != "propose"]).median
+    found["lookup cycle"] = bench.steps([name for name in cycle if name != "propose"]).median
     present = bench.operators("propose")
     for op in (op for op in PARTS if op in present):
         found[f"propose: {op}"] = bench.steps(["propose"], operators(op)).median
@@ -54,7 +70,11 @@ def measure(reporter: Reporter) -> list[tuple[object, ...]]:
     rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(ROUNDS):
         for name, made in PACKAGES.items():
-            with opened(*made, reporter) as bench, reporter.task(f"measuring {name}"):
+            shape, reduced, mtp = made
+            with (
+                opened(shape, reduced, reporter, mtp=mtp) as bench,
+                reporter.task(f"measuring {name}"),
+            ):
                 found = {**times(bench), **facts(bench)}
             for figure, value in found.items():
                 rounds[figure][name].append(value)
@@ -78,7 +98,8 @@ def facts(bench: CudaBench) -> dict[str, float]:
 
 def _cycle_bytes(bench: CudaBench) -> int:
     """What a cycle must read: weights, state and cache."""
-    weights = sum(bench.bytes(name, LINEARS) for name in ("verify", "propose", "observe"))
+    steps = [name for name in ("verify", "propose", "observe") if name in bench.model.graphs]
+    weights = sum(bench.bytes(name, LINEARS) for name in steps)
     return weights + bench.state_bytes() + bench.cache_bytes() * CONTEXT
 
 

@@ -73,7 +73,7 @@ def meanings(
     program: Program, nbytes: dict[str, int]
 ) -> Iterator[tuple[Step, dict[str, LaunchPort]]]:
     """Every step and its ports. `nbytes`: value -> bytes. A value is made by the first step that
-    names it.
+    names it; a state that is updated in place by every step that has it as an output.
     """
     known = {*program.inputs, *program.weights}
     for step in program.steps:
@@ -81,7 +81,7 @@ def meanings(
         for port, name in step.ports.items():
             kept = port in rule.in_place and name.startswith(NEXT)
             weight = name in program.weights
-            ports[port] = LaunchPort(nbytes[name], weight, name not in known, kept)
+            ports[port] = LaunchPort(nbytes[name], weight, kept or name not in known, kept)
         known |= set(step.ports.values())
         yield step, ports
 

@@ -85,6 +85,8 @@ class TargetGeometry:
     """config.json is the multimodal model's, and there is an MTP tensor."""
     tower: TowerGeometry | None = None
     """A vision tower, in a file of its own; needs `wrapper`."""
+    mtp: bool = False
+    """The MTP layer is whole."""
     flat_rope: bool = False
     """config.json has no rope_parameters, but their keys at the top level, and no layer_types."""
     shards: int = 1
@@ -273,7 +275,23 @@ def _target_tensors(g: TargetGeometry, seed: int, dialect: Dialect) -> dict[str,
     if g.wrapper:
         bf16 = DTYPES["BF16"]
         out["mtp.fc.weight"] = draws.rng.normal(size=(g.hidden, 2 * g.hidden)).astype(bf16)
-    return out
+    return out | (_mtp_tensors(g, seed, dialect) if g.mtp else {})
+
+
+def _mtp_tensors(g: TargetGeometry, seed: int, dialect: Dialect) -> dict[str, Array]:
+    """The MTP layer, which no dialect quantises."""
+    draws, kind = _Draws(1000 + seed), dialect if dialect in ("f32", "f16") else "bf16"
+    draws.linear("fc", g.hidden, 2 * g.hidden)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        draws.around(f"{name}.weight", 0, g.hidden, spread=0.4)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        draws.around(f"layers.0.{name}.weight", 0, g.hidden)
+    draws.mlp("layers.0.mlp", g.hidden, g.intermediate)
+    # Sharp attention, so that a position off by one shows in the drafts.
+    draws.attention("layers.0.self_attn", g.hidden, g, gate=2, centre=0.8)
+    draws.linear("layers.0.self_attn.o_proj", g.hidden, g.heads * g.head_dim, size=3)
+    tensors = draws.tensors | {f"{name}.weight": w for name, w in draws.linears.items()}
+    return {f"mtp.{name}": w.astype(DTYPES[kind.upper()]) for name, w in tensors.items()}
 
 
 def _named(g: TargetGeometry | DrafterGeometry) -> dict[str, object]:

@@ -35,6 +35,8 @@ NEAR = {
     "image_attention": Near(apart=0.55),
     "image_positions": Near(apart=0.005),
     "image_embed": Near(),
+    "rms_norm": Near(apart=0.005),
+    "fill_drafts": Near(),
 }
 """By operator. Products round once, so few of their results are not the nearest; most of those are
 sums that cancel. Attention also rounds its weights."""

@@ -18,17 +18,19 @@ from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 
 @contextmanager
-def opened(shape: str, reduced: bool, reporter: Reporter) -> Iterator[CudaBench]:
-    """An open package of random weights."""
+def opened(
+    shape: str, reduced: bool, reporter: Reporter, *, mtp: bool = False
+) -> Iterator[CudaBench]:
+    """An open package of random weights; with `mtp` its drafter is the target's MTP layer."""
     variant = next(variants(Config(), ablations=False))
     variant = replace(variant, build=replace(variant.build, engine="cuda", vision="off"))
     cubins = variant.engine.cubins_directory
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         if reduced:
-            made = hollow(shape, out, variant)
+            made = hollow(shape, out, variant, mtp=mtp)
         else:
-            made = write_synthetic(shape, out, variant.build)
+            made = write_synthetic(shape, out, variant.build, mtp=mtp)
         fill = RandomWeights(out, cubins)
         with closing(CudaEngine(out, variant.engine, reporter, fill)) as engine:
             yield open_bench(engine, made, CAPACITY, (), cubins)

@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from support import mtp_cases as mtp
 from support.dflash2_cases import conv_kernel_cases, selector_kernel_cases
 from support.draft_attention_cases import draft_cases
 from support.kernel_runner import Refused, in_kernel_types, packed, shaped, site_of
@@ -469,4 +470,6 @@ _CASES = {
     "image_attention": lambda rng: (OpCase(*case) for case in image_attention_kernel_cases(rng)),
     "image_positions": lambda rng: iter(()),
     "image_embed": lambda rng: iter(()),
+    "rms_norm": lambda rng: (OpCase(*case) for case in mtp.norm_kernel_cases(rng)),
+    "fill_drafts": lambda rng: iter(()),
 }

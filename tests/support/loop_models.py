@@ -5,7 +5,7 @@ sometimes or never right.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +25,10 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
-from thor_dflash.runtime.decoding.block import DecodeProgress, Policy
-from thor_dflash.runtime.decoding.proposers import CallableDrafter, Proposer
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.mtp import MtpDrafter
+from thor_dflash.runtime.decoding.proposers import CallableDrafter, Proposal, Proposer
 from thor_dflash.runtime.session import Request, Session, open_session
 
 NARROW = TargetGeometry(
@@ -52,16 +54,19 @@ def session(
     draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
     reuse: int = 0,
     second: bool = False,
+    mtp: bool = False,
+    drafts: int = 3,
 ) -> Session:
     """Returns a session over a model of random weights, the same one for the same arguments.
     `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES. With
-    `second` the drafter is a DFlash2 drafter of 8 rows.
+    `second` the drafter is a DFlash2 drafter of 8 rows; with `mtp` it is the target's MTP layer.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
     root, g = Path(held.name), NARROW if geometry == "narrow" else GEOMETRIES[geometry]
     if layers:
         g = replace(g, layers=layers, interval=min(layers, g.interval))
+    g = replace(g, mtp=mtp)
     taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
     write_target(root / "target", g, 3, dialect)
     own = DrafterGeometry(
@@ -74,10 +79,10 @@ def session(
         capacity=capacity,
         block=block,
         kv=kv,
+        drafts=drafts,
     )
-    build(
-        root / "target", root / "drafter" if drafter else None, root / "package", config, Silent()
-    )
+    drafter_of = "mtp" if mtp else root / "drafter" if drafter else None
+    build(root / "target", drafter_of, root / "package", config, Silent())
     return open_session(root / "package", EngineConfig(threads=1), Silent(), reuse=reuse)
 
 
@@ -126,6 +131,42 @@ def hostile(truth: Sequence[int], rows: int = 16) -> CallableDrafter:
             (t + (i == 0)) % 240 for i, t in enumerate(_padded(truth[n : n + rows - 1], rows))
         ]
     )
+
+
+class ForcedRuns(Policy):
+    """Forces ids at some places of the answer."""
+
+    def __init__(self, runs: dict[int, tuple[int, ...]]) -> None:
+        self._ids = {at + i: ids[i] for at, ids in runs.items() for i in range(len(ids))}
+
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
+        at, ids = len(progress.tokens), self._ids
+        run = tuple(ids.get(at + i, -1) for i in range(block.cap))
+        end = run.index(-1) if -1 in run else len(run)
+        if end:
+            return block.forcing(run[:end], "test")
+        ahead = next((i for i, token in enumerate(run) if token >= 0), block.cap)
+        return block.capped(max(1, ahead), "test")
+
+
+@dataclass(slots=True)
+class RecordedMtp(MtpDrafter):
+    """Keeps every block of its own: the tokens before it, its drafts, and how many were forced."""
+
+    blocks: list[tuple[list[int], list[int], int]] = field(
+        default_factory=list[tuple[list[int], list[int], int]]
+    )
+    before: list[int] = field(default_factory=list[int])
+
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
+        self.before = [*progress.prompt, *progress.tokens]
+        return MtpDrafter.propose(self, model, progress, block)
+
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
+        if self._drafted:
+            drafts = [int(t) for t in model.read("tokens")[1:]]
+            self.blocks.append((self.before, drafts, len(block.forced)))
+        MtpDrafter.committed(self, model, block, count)
 
 
 DEAD = drafts(lambda n: [0] * 15)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from support import mtp_cases as mtp
 from support import vision_cases as vision
 from support.dflash2_cases import conv_cases, selector_cases
 from support.drafted_rows import drafted_rows, equal_laws
@@ -592,7 +593,7 @@ CASES: Mapping[str, Callable[[np.random.Generator], Iterator[OpCase]]] = {
     **{
         name: lambda rng, make=make: (OpCase(*case) for case in make(rng))
         for name, make in {
-            "draft_conv": conv_cases, "selector": selector_cases, **vision.CASES
+            "draft_conv": conv_cases, "selector": selector_cases, **vision.CASES, **mtp.CASES
         }.items()
     },
 }  # fmt: skip

@@ -237,6 +237,16 @@ def _image_embed_sites() -> Iterator[Full]:
     yield "512_tokens", {}, x | {"image": Shaped(BF16, (512, 5120))}
 
 
+def _rms_norm_sites() -> Iterator[Full]:
+    for rows, dtype in ((512, BF16), (1, F32)):
+        x = {"x": Shaped(BF16, (rows, 5120)), "weight": Shaped(dtype, (5120,))}
+        yield f"{rows}_rows", {}, x
+
+
+def _fill_drafts_sites() -> Iterator[Full]:
+    yield "16_rows", {"at": 1}, {"ids": Shaped(I32, (16,)), "best": Shaped(I32, (1,))}
+
+
 _SITES = {
     "linear": _linear_sites,
     "head": _head_sites,
@@ -252,4 +262,6 @@ _SITES = {
     "image_attention": _image_attention_sites,
     "image_positions": _image_positions_sites,
     "image_embed": _image_embed_sites,
+    "rms_norm": _rms_norm_sites,
+    "fill_drafts": _fill_drafts_sites,
 }

@@ -78,8 +78,8 @@ REPORT = ("--json", "print the report as JSON")
 def build(sub: argparse.ArgumentParser) -> None:
     """Add the options of `build`."""
     _add(sub, "--target DIR", "directory of the target model (Hugging Face)", required=True)
-    _add(sub, "--drafter DIR", "directory of its DFlash drafter; without one, the package decodes "
-         "plainly")  # fmt: skip
+    _add(sub, "--drafter DIR", "directory of its DFlash drafter, or mtp: the MTP layer in the "
+         "target's checkpoint; without one, the package decodes plainly")  # fmt: skip
     _add(sub, "--out PKG", "directory of the package to write", required=True)
     _add(sub, "--force", "replace a package that is already at --out")
     _settings(sub, "build.engine", "build.vision")

@@ -261,10 +261,10 @@ def _request(prompt: tuple[int, ...], session: Session, config: Config) -> Reque
     from thor_dflash.runtime.session import Request
     from thor_dflash.runtime.text.tokenizer import open_at_end
 
-    has, drafter = session.manifest.drafter is not None, config.decode.drafter
-    if drafter == "dflash" and not has:
+    own, drafter = session.manifest.own_drafter, config.decode.drafter
+    if drafter in ("dflash", "mtp") and drafter != own:
         raise RequestError(
-            "decode.drafter must be auto, lookup or none, the package has no drafter (got dflash)"
+            f"decode.drafter must be auto, lookup or {own}, the package's (got {drafter})"
         )
     stop = () if config.decode.ignore_eos else session.manifest.stop_tokens
     answer, tokenizer = config.decode.max_tokens, session.tokenizer

@@ -14,6 +14,8 @@ from thor_dflash.core.message_text import show
 
 BLOCK = 16
 """Rows of a block if neither the configuration nor a drafter has it."""
+MTP = "mtp"
+"""The drafter that is a layer of the target's checkpoint."""
 CAPACITY = 8192
 """Default context, tokens."""
 LONGEST_NAME = 100
@@ -67,6 +69,9 @@ class BuildConfig:
     """Engine that the package is for; ort is ONNX Runtime on the CPU, for tests."""
     block: Count = 0
     """Rows of the verify block; 0: the drafter's, or 16 without a drafter."""
+    drafts: Positive = 3
+    """Tokens that an MTP layer drafts for a block, each by a step of its own; only with drafter
+    mtp."""
     chunk: Count = 0
     """Rows of a prefill step; 0: 64 on ort, else 512."""
     chunks: tuple[Positive, ...] = ()

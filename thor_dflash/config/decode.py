@@ -13,7 +13,7 @@ from thor_dflash.config.bounds import LARGEST, Count, Fraction, Positive
 from thor_dflash.core.errors import ConfigError
 
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "x-high", "max"]
-Drafter = Literal["auto", "dflash", "lookup", "none"]
+Drafter = Literal["auto", "dflash", "mtp", "lookup", "none"]
 TEMPLATE_EFFORTS: Mapping[str, str] = {
     "minimal": "low",
     "low": "low",
@@ -149,8 +149,8 @@ class DecodeConfig:
     """How one answer of `generate` or `profile` is decoded ([policies](../guide/policies.md))."""
 
     drafter: Drafter = "auto"
-    """Proposer of drafts; dflash: the package's drafter, lookup: texts that the answer repeats,
-    auto: both, none: decode plainly. The tokens are the same with all of them."""
+    """Proposer of drafts; dflash or mtp: the package's drafter, lookup: texts that the answer
+    repeats, auto: both, none: decode plainly. The tokens are the same with all of them."""
     max_tokens: Positive = 1024
     """Longest answer, thinking not counted, tokens."""
     thinking: Literal["on", "off"] = "on"

@@ -97,8 +97,14 @@ class SelectorDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterDims:
-    """A DFlash block-diffusion drafter. A DFlash2 drafter has `conv` and `selector`, too."""
+    """A DFlash block-diffusion drafter. A DFlash2 drafter has `conv` and `selector`, too.
 
+    Of kind "mtp" it is the target's MTP layer, which drafts one token at a time, reads the target's
+    rows after the final norm, and has no masks and no taps.
+    """
+
+    kind: Literal["mtp"] | None = None
+    """None: DFlash."""
     vocab: Positive
     hidden: Positive
     intermediate: Positive
@@ -106,7 +112,7 @@ class DrafterDims:
     attention: AttentionDims
     eps: float
     block: Positive
-    """Rows of a block: the last committed token and block - 1 masks."""
+    """Rows of a block: the last committed token and block - 1 drafts."""
     taps: tuple[Count, ...]
     """Target layers, 0-based, whose output residual streams are concatenated, in this order."""
     mask_token: Count

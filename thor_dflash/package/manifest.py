@@ -45,6 +45,8 @@ UNEXPECTED = "that no build wrote"
 """How the text of anything unexpected ends."""
 CHUNKED = "observe_chunk"
 """The only step whose graph does not depend on the block width."""
+HIDDEN = "drafter.hidden"
+"""The state of an MTP layer: the target's last prefilled row, after the final norm."""
 ENCODE = "encode"
 """The step of the vision tower, with one graph per size of `image_patches`."""
 CHUNK_STEPS = ("prefill", CHUNKED)
@@ -167,6 +169,11 @@ class Manifest:
     def model(self) -> str:
         """What clients call the model."""
         return self.name or self.sources["target"].directory
+
+    @property
+    def own_drafter(self) -> Literal["dflash", "mtp", "none"]:
+        """The kind of the package's drafter, as requests name it."""
+        return "none" if self.drafter is None else self.drafter.kind or "dflash"
 
     @property
     def widest_chunk(self) -> int:

@@ -175,13 +175,19 @@ def bind(call: Call, program: Program, device: Device) -> BoundProgram:
         if "packed" in step.ports
     }
     bound: list[BoundLaunch] = []
-    most = 0
+    most, written = 0, set[str]()
     for step, alone in zip(program.steps, sites, strict=True):
         rule = KERNELS[step.op]
         if why := rule.refuse(alone):
             raise EngineError(f"{program.name}: {step.name}: {why}")
         site = replace(alone, following=packed.get(step.ports.get(PREFETCHED, "")))
         launches = rule.launches(site, device)
+        outputs = {step.ports[port] for port in rule.in_place if port in step.ports}
+        # Kernels read a state before they wait for the one before them: elsewhere no other kernel
+        # of the same run writes it.
+        if written & (set(step.ports.values()) - outputs):
+            launches = tuple(replace(one, overlap=False) for one in launches)
+        written |= outputs
         if (shared := max(one.shared for one in launches)) > device.shared:
             raise EngineError(
                 f"{program.name}: {step.name}: shared memory of a block must be at most "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from support.loop_models import answer, drafts, prompt, session
+from support.loop_models import ForcedRuns, answer, drafts, prompt, session
 
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request, Session
 
@@ -33,22 +32,6 @@ def test_its_answer_is_the_plain_answer(geometry: str, block: int) -> None:
     truth = answer(s, ONE, NoDrafter())
     assert answer(s, ONE, DflashDrafter()) == truth
     assert len(set(truth)) > 5
-
-
-class ForcedRuns(Policy):
-    """Forces ids at some places of the answer."""
-
-    def __init__(self, runs: dict[int, tuple[int, ...]]) -> None:
-        self._ids = {at + i: ids[i] for at, ids in runs.items() for i in range(len(ids))}
-
-    def shape(self, progress: DecodeProgress, block: Block) -> Block:
-        at, ids = len(progress.tokens), self._ids
-        run = tuple(ids.get(at + i, -1) for i in range(block.cap))
-        end = run.index(-1) if -1 in run else len(run)
-        if end:
-            return block.forcing(run[:end], "test")
-        ahead = next((i for i, token in enumerate(run) if token >= 0), block.cap)
-        return block.capped(max(1, ahead), "test")
 
 
 def test_forced_runs_with_any_drafter() -> None:

@@ -164,7 +164,9 @@ def _variant(
                 return list(brief(bench, variant.name, whole))
 
 
-def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()) -> Manifest:
+def hollow(
+    shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = (), *, mtp: bool = False
+) -> Manifest:
     """Write a package without weights, and with a reduced draft head, to the directory `out`."""
     from thor_dflash.builders.synthetic import write_synthetic
 
@@ -173,7 +175,7 @@ def hollow(shape: str, out: Path, variant: Variant, widths: tuple[int, ...] = ()
         ids.write_text(json.dumps(list(range(DRAFT_VOCABULARY))))
         build = variant.build
         build = dataclasses.replace(build, draft_ids=build.draft_ids or str(ids))
-        return write_synthetic(shape, out, build, widths)
+        return write_synthetic(shape, out, build, widths, mtp=mtp)
 
 
 # ---- ready ---------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from thor_dflash.cli import option_checks
-from thor_dflash.config.build import BuildConfig
+from thor_dflash.config.build import MTP, BuildConfig
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError, RequestError
 from thor_dflash.core.message_text import show, visible
@@ -49,7 +49,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     if earlier and not args.force:
         raise ConfigError(f"--out must be a new directory, or go with --force (got {earlier})")
     chats = _chats(args.target)
-    manifest = build(args.target, args.drafter, args.out, config.build, progress)
+    drafter: Path | Literal["mtp"] | None = "mtp" if args.drafter == Path(MTP) else args.drafter
+    manifest = build(args.target, drafter, args.out, config.build, progress)
     progress.close()
     print(f"{args.out}: {_headline(manifest)}")
     if earlier:
@@ -113,6 +114,8 @@ def _check_used(args: Namespace, config: BuildConfig) -> None:
     for key, _ in option_checks.items(args.set):
         if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
             raise ConfigError(f"{key} must go with --drafter (got none)")
+        if key == "build.drafts" and args.drafter != Path(MTP):
+            raise ConfigError(f"{key} must go with --drafter mtp (got {args.drafter})")
 
 
 def _chats(target: Path) -> bool:
@@ -147,6 +150,8 @@ def _headline(manifest: Manifest) -> str:
     size = sum(entry.bytes for entry in manifest.files.values())
     layers = len(manifest.drafter.layers) if manifest.drafter else 0
     drafter = f"drafter of {layers} layers" if layers else "no drafter"
+    if manifest.own_drafter == MTP:
+        drafter = f"MTP layer, {manifest.drafter.block - 1 if manifest.drafter else 0} drafts"
     return (
         f"{len(manifest.target.layers)} layers, {drafter}, block {manifest.block}, "
         f"engine {manifest.engine}, {len(manifest.files)} files, {amount(size, 'bytes')}"

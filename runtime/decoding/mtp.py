@@ -1,0 +1,88 @@
+"""The MTP drafter: a layer of the target's checkpoint that drafts one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
+from thor_dflash.core.errors import RequestError
+from thor_dflash.package.manifest import Manifest
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.decoding.proposers import (
+    DflashDrafter,
+    NoDrafter,
+    Proposal,
+    Proposer,
+    undrafted,
+)
+from thor_dflash.runtime.engines.protocol import Call
+
+
+@dataclass(slots=True)
+class MtpDrafter:
+    """The package's MTP layer.
+
+    Its row for a token needs the token and the target's row before it, so committed rows are held
+    until the token after the last of them is known: when it next drafts. They are held on the host,
+    where a snapshot finds them.
+    """
+
+    config: DraftConfig = NO_DRAFT_LIMITS
+    _drafted: bool = False
+    """It drafted the block under way, and so has taken in the rows that are held."""
+
+    def begin(self, model: ModelRunner, rows: int) -> int:
+        """See Proposer.
+
+        Raises:
+            RequestError: the package has no MTP layer.
+        """
+        if not model.chained:
+            own = model.manifest.own_drafter
+            raise RequestError(f"drafter must be {own}, the package's (got mtp)")
+        model.write_windows(self.config.window, self.config.full)
+        seed = rows - self.config.seed if self.config.seed else 0
+        model.state.first = max(model.state.first, seed)
+        self._drafted = False
+        return model.state.first
+
+    def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
+        """See Proposer. The first token of a prompt of one has no row before it to draft from."""
+        model.hold_prefilled()
+        if not block.draft or not model.state.behind:
+            return undrafted(model, progress, block)
+        drafter = model.manifest.drafter
+        assert drafter is not None
+        drafts = min(drafter.block, model.block) - 1
+        free = [-1] * (drafts - len(block.forced))
+        held = sum(map(len, model.state.behind))
+        newest = [*progress.prompt[-held:], *progress.tokens[-held:]]
+        ids = [progress.last, *block.forced, *free]
+        model.chain(newest, ids, drafts, self.config.context)
+        self._drafted = True
+        return Proposal(drafts, (model.call("propose_sampled" if block.sampled else "propose"),))
+
+    def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
+        """See Proposer."""
+        model.hold_prefilled()  # before `committed` holds the rows behind it
+        return ()
+
+    def committed(self, model: ModelRunner, block: Block, count: int) -> None:
+        """See Proposer."""
+        if self._drafted:
+            model.state.behind.clear()
+        self._drafted = False
+        model.hold(count)
+
+
+def own_drafter(manifest: Manifest, config: DraftConfig = NO_DRAFT_LIMITS) -> Proposer:
+    """The package's drafter, or none."""
+    match manifest.own_drafter:
+        case "dflash":
+            return DflashDrafter(config)
+        case "mtp":
+            return MtpDrafter(config)
+        case "none":
+            return NoDrafter()
