@@ -1,10 +1,12 @@
 """Times a full-size model launched by the rules and as tuned, in one process, and tunes it twice.
 
-    python tests/gpu/tune_times.py [--multiprocessors 16] [--planted] [--again]
+    python tests/gpu/tune_times.py [--multiprocessors 16 [--reader]] [--planted] [--again]
 
 Prints JSON: name -> table. With `--multiprocessors` on a part of the device, whose times are scaled
 to the number and clock of a Thor's multiprocessors; beside them is the time that a Thor's memory
-needs for the bytes. That is a prediction: it holds if a multiprocessor of a Thor does as much in a
+needs for the bytes. With `--reader` the other multiprocessors read memory all the time, so that the
+part gets as many bytes per multiprocessor and clock as the device can be brought down to: 11 on an
+H100, 8.7 on a Thor. That is a prediction: it holds if a multiprocessor of a Thor does as much in a
 clock cycle as one of this device. GPCs, clusters, L2 cache and clocks of a Thor are not shown.
 """
 
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -32,14 +35,15 @@ from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
-from thor_dflash.plugins.launch import Choice
+from thor_dflash.plugins.launch import Choice, Int, Launch, Pointer
 from thor_dflash.plugins.linear import partition
+from thor_dflash.plugins.registry import ROOT
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.engines.cuda.tuning_record import TuningRecord, words
 from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, LONG, THOR_READ
-from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
+from thor_dflash.runtime.measure.cuda_bench import BLOCK_BYTES, CudaBench, operators
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 from thor_dflash.runtime.measure.tune import Tuning, tune
 
@@ -59,23 +63,27 @@ class Part(Driver):
     """A driver whose context has only `count` multiprocessors (a green context)."""
 
     count = 0
+    rest = False
+    """Whether it has all others instead."""
 
     def describe(self, handle: Any) -> DeviceInfo:
         """Describe the device as if it had no other multiprocessors."""
         info = super().describe(handle)
-        device = dataclasses.replace(info.device, multiprocessors=self.count)
+        all_of = info.device.multiprocessors
+        count = all_of - self.count if self.rest else self.count
+        device = dataclasses.replace(info.device, multiprocessors=count)
         return dataclasses.replace(info, device=device)
 
     def _create_context(self, handle: Any) -> Any:
         kind = self.cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = self("cuDeviceGetDevResource", handle, kind)
-        groups, *_ = self("cuDevSmResourceSplitByCount", 1, whole, 0, self.count)
+        groups, _, others = self("cuDevSmResourceSplitByCount", 1, whole, 0, self.count)
         if (got := groups[0].sm.smCount) != self.count:
             raise ConfigError(
                 f"--multiprocessors must be what the device can set apart (got {self.count}, "
                 f"which would be {got})"
             )
-        group = self("cuDevResourceGenerateDesc", groups, 1)
+        group = self("cuDevResourceGenerateDesc", [others] if self.rest else groups, 1)
         flag = self.cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         self._green = self("cuGreenCtxCreate", group, handle, flag)
         return self("cuCtxFromGreenCtx", self._green)
@@ -87,6 +95,41 @@ class Part(Driver):
             self.cu.cuCtxSetCurrent(context)
             self._free_unchecked(0)
             self.cu.cuGreenCtxDestroy(self._green)
+
+
+class Rest(Part):
+    """A driver whose context has the multiprocessors that `Part` leaves."""
+
+    rest = True
+
+
+class Reader:
+    """Reads memory on the multiprocessors that `Part` leaves, until it is closed."""
+
+    def __init__(self, cubins: Path) -> None:
+        self._end, self._cubins = Event(), cubins
+        self._thread = Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        with closing(Rest()) as driver:
+            runner, size = Runner(driver, self._cubins), 4 << 30
+            launch = Launch(
+                "read_memory",
+                (driver.info.device.multiprocessors * 4, 1, 1),
+                512,
+                (Pointer("from"), Pointer("sink"), Int(size // BLOCK_BYTES)),
+            )
+            at = {"from": driver.allocate(size), "sink": driver.allocate(4096)}
+            while not self._end.is_set():
+                for _ in range(16):  # about 25 ms
+                    runner.run(ROOT / "cuda" / "bandwidth.cu", launch, at)
+                driver.synchronize()
+
+    def close(self) -> None:
+        """End it."""
+        self._end.set()
+        self._thread.join()
 
 
 class Opened:
@@ -247,11 +290,14 @@ def measured(args: argparse.Namespace, opened: Opened, progress: Progress) -> di
     begun = time.monotonic()
     first = opened.tune()
     with opened.bench("auto") as bench:
-        device, hz = bench.device, clock(bench)
+        device, hz, read = bench.device, clock(bench), bench.bandwidth()
+        count = bench.engine.info.device.multiprocessors
     factor = args.multiprocessors / THOR_MULTIPROCESSORS * hz / THOR_CLOCK
-    found["tuning"] = [["device", "launches", "of which tuned", "seconds", "with opening"],
-                       [device, len(first.measured), len(first.record.choices()),
-                        round(first.seconds, 1), round(time.monotonic() - begun, 1)]]  # fmt: skip
+    header = ["device", "launches", "of which tuned", "seconds", "with opening", "read, GB/s",
+              "bytes per multiprocessor and clock"]  # fmt: skip
+    found["tuning"] = [header, [device, len(first.measured), len(first.record.choices()),
+                                round(first.seconds, 1), round(time.monotonic() - begun, 1),
+                                round(read / 1e9, 1), round(read / count / hz, 2)]]  # fmt: skip
     found["launches"] = launch_table(first.record)
     with progress.task("rules and tuned in turn"):
         found["steps"] = step_table(*compared(opened, args.rounds), factor)
@@ -267,12 +313,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
     parser.add_argument("--multiprocessors", type=int, default=0, metavar="N", help="0: all")
+    parser.add_argument("--reader", action="store_true", help="let the others read memory")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
     parser.add_argument("--again", action="store_true", help="tune twice")
     parser.add_argument("--planted", action="store_true", help="also repair a planted slow rule")
     args = parser.parse_args(arguments)
     if args.multiprocessors < 0:
         raise ConfigError(f"--multiprocessors must be >= 0 (got {args.multiprocessors})")
+    if args.reader and not args.multiprocessors:
+        raise ConfigError("--reader must go with --multiprocessors (got --reader alone)")
     config, progress = Config(), choose(sys.stderr)
     build = dataclasses.replace(config.build, engine="cuda", chunk=PROMPTS[0], chunks=PROMPTS)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
@@ -284,7 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         folder = Path(name)
         manifest = hollow(args.shape, folder, variant)
-        tables = measured(args, Opened(folder, manifest, progress), progress)
+        opened = Opened(folder, manifest, progress)
+        cubins = opened.config.cubins_directory
+        with closing(Reader(cubins)) if args.reader else nullcontext():
+            tables = measured(args, opened, progress)
         progress.close()
         print(json.dumps(tables, indent=1))
     return 0
