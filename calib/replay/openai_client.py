@@ -174,6 +174,7 @@ def _closing_after_errors(connection: http.client.HTTPConnection) -> Generator[N
             text = "the server must answer within the limit of a turn (got no end)"
             raise PlanError("unreachable", text) from e
         if isinstance(e, (OSError, http.client.HTTPException)):
-            text = f"the server must be reachable (got {type(e).__name__}: {e})"
+            at = f"{connection.host}:{connection.port}"
+            text = f"the server at {at} must be reachable (got {type(e).__name__}: {e})"
             raise PlanError("unreachable", text) from e
         raise

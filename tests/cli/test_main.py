@@ -281,7 +281,7 @@ def test_a_fault_while_thinking_leaves_a_clean_terminal(
         ("generate --package p", "one of the arguments --prompt --messages --tokens is required"),
         ("generate --package p --prompt a --max-tok 3", "unrecognized arguments: --max-tok"),
         ("generate --package p --prompt a --max-tokens x", "decode.max_tokens must be an integer"),
-        ("generate --package p --prompt= ", "--prompt must be a text"),
+        ("generate --package p --prompt= ", "--prompt must be a text that"),
         ("generate --package p --prompt a -c no.toml", "no.toml must be a readable file"),
         ("build --target t --out .", "must be free or a thor-dflash package"),
         ("score --package p --tokens t --out x.npy", "--out must be a path ending in .npz"),

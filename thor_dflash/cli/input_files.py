@@ -48,7 +48,7 @@ def read_prompt(what: str, text: str) -> str:
             got = e.strerror if isinstance(e, OSError) else e
             raise RequestError(f"{what} {text} must be a readable text (got: {got})") from e
     if not text.strip():
-        raise RequestError(f"{what} must be a text (got {show(text)})")
+        raise RequestError(f"{what} must be a text that is not empty (got {show(text)})")
     check_utf8(what, text)
     return text
 
