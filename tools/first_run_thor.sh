@@ -108,6 +108,8 @@ if [[ -n $target ]]; then
     [[ -n $golden ]] && step golden thor-dflash check --package "$work/planner" --operators none --golden "$golden" --json
     step answer thor-dflash generate --package "$work/planner" --prompt "$cup" --json
     step profile thor-dflash profile --package "$work/planner" --prompt "$cup" --html "$work/send/profile.html" --json
+    step tune thor-dflash tune --package "$work/planner" --json
+    step profile-tuned thor-dflash profile --package "$work/planner" --prompt "$cup" --json
     step soak thor-dflash profile --package "$work/planner" --prompt "$cup" --soak 600 --html "$work/send/soak.html" --json
     build planner-trt --engine tensorrt --target "$target" --drafter "$drafter"
     [[ -n $golden ]] && step golden-trt thor-dflash check --package "$work/planner-trt" --operators none --golden "$golden" --json

@@ -8,16 +8,23 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from stand_ins.fake_driver import OK, FakeCuda, fake
+from support.doctor_machines import H100, H100_GPU, THOR
 from support.planner_nano import package
 
 from thor_dflash.cli import main
+from thor_dflash.cli.commands import serve
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, EngineError, PackageError
 from thor_dflash.core.progress import Lines, Silent
+from thor_dflash.core.strict_records import encode
+from thor_dflash.package import manifest
 from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.runtime.doctor import package as doctor
+from thor_dflash.runtime.doctor.facts import Cuda
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.engines.cuda import tuning_record
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine, LaunchTrial
@@ -48,24 +55,22 @@ def config(tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def records(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuning]:
-    """Two records of the package: "tie", all choices equally fast, and "slow", slow rules."""
-    found: dict[str, Tuning] = {}
-    for name in ("tie", "slow"):
-        with pytest.MonkeyPatch.context() as patch:
-            fake(patch)
-            patch.setattr(tuning, "WARM_S", 0.0)
-            if name == "slow":
-                slow_rules(patch)
-            config = EngineConfig(tunings=str(tmp_path_factory.mktemp(name)))
-            found[name] = tune_package(made, config, Silent())
-    return found
+    """Two records of the package: "slow", of slow rules, and "tie", with the rules' choices."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake(patch)
+        patch.setattr(tuning, "WARM_S", 0.0)
+        slow_rules(patch)
+        config = EngineConfig(tunings=str(tmp_path_factory.mktemp("records")))
+        slow = tune_package(made, config, Silent())
+    rules = {key: replace(one, chosen=0) for key, one in slow.record.launches.items()}
+    return {"slow": slow, "tie": replace(slow, record=replace(slow.record, launches=rules))}
 
 
 def put(one: Tuning, config: EngineConfig, power: str = "default") -> Path:
     """Put a record where the engine looks for it."""
     config.tunings_directory.mkdir()
     name = one.path.name.replace("default", power.lower())
-    record = json.loads(one.path.read_text()) | ({} if power == "default" else {"power": power})
+    record = encode(one.record) | ({} if power == "default" else {"power": power})
     (config.tunings_directory / name).write_text(json.dumps(record))
     return config.tunings_directory / name
 
@@ -201,6 +206,52 @@ def test_the_command_prints_what_it_chose(
     assert main.main([*command, "--set", "engine.tune=off"]) == 2
 
 
-def test_a_package_of_another_engine_is_refused(tmp_path: Path, config: EngineConfig) -> None:
+def test_a_package_of_another_engine_is_refused(
+    made: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = replace(manifest.read(made), engine="ort")
+    monkeypatch.setattr(manifest, "read", lambda path: found)
     with pytest.raises(ConfigError, match="engine cuda"):
-        tune_package(package(tmp_path / "ort", engine="ort"), config, Silent())
+        tune_package(made, config, Silent())
+
+
+@pytest.mark.parametrize("tune", ["auto", "required", "off"])
+def test_a_doctor_offers_what_is_missing(
+    tune: Literal["auto", "off", "required"],
+    made: Path,
+    device: FakeCuda,
+    config: EngineConfig,
+    records: dict[str, Tuning],
+) -> None:
+    with closing(Driver()) as driver:
+        info = driver.info
+    gpu = replace(H100_GPU, name=info.name, multiprocessors=info.device.multiprocessors)
+    cuda = Cuda(driver=info.driver, devices=(gpu,))
+    config = replace(config, tune=tune)
+    found = doctor.tuning(H100, made, cuda, manifest.read(made), config)
+    assert found.state == {"auto": "warn", "required": "wrong", "off": "ok"}[tune]
+    assert found.remedy == ("" if tune == "off" else f"thor-dflash tune --package {made}")
+    put(records["slow"], config)
+    assert doctor.tuning(H100, made, cuda, manifest.read(made), config).state == "ok"
+    other = doctor.tuning(THOR, made, cuda, manifest.read(made), config)
+    assert other.state == ("ok" if tune == "off" else "warn"), "in power mode MAXN"
+
+
+def test_a_server_measures_what_is_missing_once(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    lines: list[str] = []
+    tuned: list[EngineConfig] = []
+
+    def tune(package: Path, config: EngineConfig, progress: object) -> Tuning:
+        tuned.append(config)
+        put(records["slow"], config)
+        return records["slow"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "tune_package", tune)
+        for how in ("off", "required", "auto", "auto"):
+            serve._tune(made, replace(config, tune=how), Silent(), lines.append)  # type: ignore[arg-type]
+    assert [one.tune for one in tuned] == ["auto"]
+    assert len(lines) == 1
+    assert "engine.tune=off" in lines[0]
