@@ -299,8 +299,9 @@ def measured(args: argparse.Namespace, opened: Opened, progress: Progress) -> di
                                 round(first.seconds, 1), round(time.monotonic() - begun, 1),
                                 round(read / 1e9, 1), round(read / count / hz, 2)]]  # fmt: skip
     found["launches"] = launch_table(first.record)
-    with progress.task("rules and tuned in turn"):
-        found["steps"] = step_table(*compared(opened, args.rounds), factor)
+    if args.rounds:
+        with progress.task("rules and tuned in turn"):
+            found["steps"] = step_table(*compared(opened, args.rounds), factor)
     if args.again:
         found["tuned twice"] = repeated_table(first.record, opened.tune(again=True).record)
     if args.planted:
@@ -314,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="qwen3.6-27b", metavar="NAME", help="a model's sizes")
     parser.add_argument("--multiprocessors", type=int, default=0, metavar="N", help="0: all")
     parser.add_argument("--reader", action="store_true", help="let the others read memory")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N",
+                        help="of rules and tuned in turn; 0: none")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="tune twice")
     parser.add_argument("--planted", action="store_true", help="also repair a planted slow rule")
     args = parser.parse_args(arguments)
