@@ -6,6 +6,8 @@
 # make formats    plans in other formats before BehaviorTree.CPP and a PDDL validator; installs them
 # make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
+# make twin    planner-nano trained without quantisation, on a GPU; PYTHON must have torch
+# make quality    what quantising the twin costs (without make twin: a stand-in); an hour of a core
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
 # make clean    removes .venv, .venv-ros and what was built
 #
@@ -67,6 +69,19 @@ ros: $(DEV_READY)
 demo: $(RUN_READY)
 	@$(BIN)/thor-dflash demo
 
+TWIN := build/twin
+twin:
+	@mkdir -p $(TWIN)/target && cd models/planner-nano/target && \
+		cp tokenizer.json tokenizer_config.json chat_template.jinja $(CURDIR)/$(TWIN)/target
+	@PYTHONPATH=. $(PYTHON) -m thor_dflash.calib.nano.train --no-quant --models $(TWIN) \
+		--work build/nano-twin --start models/planner-nano/target --stage target export \
+		drafter export eval --docs 150000 --rollouts 10240 --seconds 330 --held 240
+
+quality: $(RUN_READY)
+	@$(BIN)/python -m thor_dflash.calib.studies.quality --tasks 60 \
+		$(if $(wildcard $(TWIN)/target/*.safetensors),--work build/quality-twin \
+		--twin $(TWIN)/target --drafter $(TWIN)/drafter,--work build/quality)
+
 format: $(DEV_READY)
 	@$(BIN)/ruff check -q --fix --exit-zero . && $(BIN)/ruff format .
 
@@ -105,4 +120,5 @@ endif
 clean:
 	rm -rf $(VENV) .venv-ros build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator mutations agents formats ros demo format interpreter clean
+.PHONY: help test test-full emulator mutations agents formats ros demo twin quality format \
+	interpreter clean

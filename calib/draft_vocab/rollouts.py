@@ -54,11 +54,8 @@ def roll_out(session: Session, count: int, progress: Progress) -> Rollouts:
             committed += spec.cycles * spec.accept_len
             cycles += spec.cycles
             thought = tokens.index(end) + 1 if end is not None and end in tokens else 0
-            made.append(
-                AnswerTokens(
-                    "plan", tokens, thought, frozenset(refused(report.drafts, len(tokens))), unseen
-                )
-            )
+            wrong = tuple(refused(report.drafts, len(tokens)))
+            made.append(AnswerTokens("plan", tokens, thought, wrong, unseen))
             bar.advance(1)
     return Rollouts(made, committed / max(1.0, cycles))
 

@@ -44,7 +44,7 @@ class AnswerTokens:
     tokens: tuple[int, ...]
     thought: int = 0
     """How many of the first tokens are thinking, a class of its own."""
-    refused: frozenset[int] = frozenset()
+    refused: tuple[int, ...] = ()
     """Indices of tokens in place of which the drafter, with all ids, has another."""
     unseen: bool = False
     """Whether it has names that no counted answer has: only coverage is measured on it."""

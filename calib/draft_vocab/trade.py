@@ -108,17 +108,18 @@ def drawn(answer: AnswerTokens, length: float, block: int, seed: int) -> AnswerT
     """The answer as if drafts were right at random, so that cycles commit `length` tokens."""
     rng, right = random.Random(seed), probability(length, block)
     wrong = (i for i in range(len(answer.tokens)) if rng.random() >= right)
-    return replace(answer, refused=frozenset(wrong))
+    return replace(answer, refused=tuple(wrong))
 
 
 def cycles(answer: AnswerTokens, kept: Container[int], block: int) -> int:
     """Cycles that write an answer if only these ids are drafted: each ends with the first token
     that cannot be drafted or was drafted otherwise, or with the one after its last draft.
     """
+    refused = set(answer.refused)
     count = at = 0
     while at < len(answer.tokens):
         drafts = range(at, min(at + block - 1, len(answer.tokens)))
-        stops = (i for i in drafts if i in answer.refused or answer.tokens[i] not in kept)
+        stops = (i for i in drafts if i in refused or answer.tokens[i] not in kept)
         at = next(stops, at + block - 1) + 1
         count += 1
     return count

@@ -19,9 +19,12 @@ from thor_dflash.builders.build import build
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.calib.calibrate.calibrate import beginnings, calibrate
 from thor_dflash.calib.demo import MODEL
+from thor_dflash.calib.draft_vocab import trade
+from thor_dflash.calib.draft_vocab.rollouts import Rollouts, roll_out
+from thor_dflash.calib.draft_vocab.selection import Candidates, candidates
 from thor_dflash.calib.nano import twin
 from thor_dflash.calib.planbench import FAMILIES, sample
-from thor_dflash.calib.quality import compare, intervals
+from thor_dflash.calib.quality import compare, gates, intervals
 from thor_dflash.calib.quality.quality_report import QualityReport
 from thor_dflash.calib.quality.reference_logits import LiveReference, LogitsFile, store
 from thor_dflash.calib.quality.scored_texts import PROSE, parts_of_text
@@ -32,7 +35,7 @@ from thor_dflash.calib.studies import script
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.calibrate import CalibrateConfig
 from thor_dflash.config.engine import EngineConfig
-from thor_dflash.config.quality import QualityConfig
+from thor_dflash.config.quality import Gate, QualityConfig
 from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import RequestError
@@ -45,6 +48,14 @@ DOCUMENTS = 96
 ENGINE = EngineConfig(threads=1)
 PAIRS = (("mse", "rtn"), ("act", "rtn"), ("act", "mse"), ("nvidia", "mse"), ("FP8", "nvidia"))
 """Forms whose divergence is compared, text by text."""
+LIMITS: Mapping[str, Gate] = {
+    "mean_kl": (5e-5, 5e-4),
+    "top1": (0.99, 0.98),
+    "accept_length": (0.95, 0.90),
+}
+"""planner-nano's own gates, on its own answers, from the first measurement: those of `quality` are
+for models whose answers are less determined.
+"""
 
 
 def _nvfp4(method: str) -> QuantizeConfig:
@@ -56,6 +67,9 @@ def _nvfp4(method: str) -> QuantizeConfig:
     )
 
 
+DRAFTS = "draft vocabulary"
+ROLLOUTS = 360
+"""Tasks whose answers choose the draft vocabulary."""
 FORMS: Mapping[str, QuantizeConfig | None] = {
     "rtn": _nvfp4("rtn"),
     "mse": _nvfp4("mse"),
@@ -63,7 +77,7 @@ FORMS: Mapping[str, QuantizeConfig | None] = {
     "nvidia": QuantizeConfig(preset="nvidia", kv="none"),
     "FP8": QuantizeConfig(preset="fp8", kv="none"),
     "FP8 cache": None,
-    "draft vocabulary": None,
+    DRAFTS: None,
 }
 """Name -> how the twin is quantised; None: not at all."""
 
@@ -76,7 +90,6 @@ class QualityStudy:
     target: Path
     drafter: Path
     config: QualityConfig
-    draft_ids: Path | None
     progress: Progress
 
     def package(self, name: str, target: Path, **options: object) -> Path:
@@ -108,8 +121,12 @@ class QualityStudy:
         how = FORMS[name]
         if name == "FP8 cache":
             return self.package(name, self.target, kv="fp8")
-        if name == "draft vocabulary":
-            return self.package(name, self.target, draft_ids=str(self.draft_ids))
+        if name == DRAFTS:
+            found, rows = self.draft_vocabulary()
+            chosen, ids = trade.best(rows), self.work / "draft-ids.json"
+            assert chosen is not None, "a list is recommended"
+            ids.write_text(json.dumps(found.list_of(chosen.size)), encoding="utf-8")
+            return self.package(name, self.target, draft_ids=str(ids))
         assert how is not None
         out = self.work / "checkpoints" / name
         if not out.is_dir():
@@ -130,6 +147,19 @@ class QualityStudy:
             documents = beginnings(tokens, config, longest)
             calibrate(self.target, documents, path, config, self.progress)
         return path
+
+    def draft_vocabulary(self) -> tuple[Candidates, list[trade.TradeOff]]:
+        """The ids by the twin's answers to other tasks, and what each size of a list gives."""
+        path = self.work / "rollouts.json"
+        if not path.is_file():
+            package = self.package("BF16", self.target)
+            with closing(open_session(package, ENGINE, Silent())) as session:
+                made = roll_out(session, ROLLOUTS, self.progress)
+            path.write_text(json.dumps(strict_records.encode(made)), encoding="utf-8")
+        rollouts = strict_records.load(Rollouts, path, RequestError)
+        found = candidates(self.target, rollouts.answers)
+        cost = trade.cycle_cost(self.target, self.drafter)
+        return found, [trade.trade_off(found, cost, n) for n in trade.sizes(found, cost)]
 
     def report(self, name: str) -> QualityReport:
         """Compare one form with the twin, or read what an earlier run found."""
@@ -258,6 +288,44 @@ def comparisons(reports: Mapping[str, QualityReport]) -> script.Table:
     return rows
 
 
+def verdicts(reports: Mapping[str, QualityReport]) -> script.Table:
+    """A row for each form: what the gates say, with planner-nano's own limits where it has some."""
+    names = (*LIMITS, "plans", "cache_kl")
+    heads = [gates.TITLES[name] for name in names]
+    rows: list[Sequence[object]] = [("form", *heads, "verdict")]
+    for name, found in reports.items():
+        measured = {gate.name: gate.verdict for gate in found.gates}
+        own = [one for one in found.texts if one.label != "prose"]
+        ratio = found.plans.accept_ratio if found.plans else None
+        assert ratio is not None, "the twin has a drafter"
+        values = {
+            "mean_kl": _own(found).value,
+            "top1": sum(t.top1 * t.tokens for t in own) / sum(t.tokens for t in own),
+            "accept_length": ratio.value,
+        }
+        for gate, value in values.items():
+            measured[gate] = gates.verdict(gate, value, LIMITS[gate])
+        cells = [measured[gate] for gate in names]
+        worst = next(v for v in ("fail", "warn", "pass") if v in cells)
+        rows.append((name, *cells, worst))
+    return rows
+
+
+def sizes(rows: Sequence[trade.TradeOff]) -> script.Table:
+    """A row for each size of a draft vocabulary; the recommended one is marked."""
+    table: list[Sequence[object]] = [
+        ("ids", "covers all, %", "thinking, %", "plan, %", "cycle, %", "accept length, %", "speed",
+         "")
+    ]  # fmt: skip
+    chosen = trade.best(rows)
+    for row in rows:
+        shares = (f"{100 * row.coverage[label].share:.2f}" for label in ("all", "thinking", "plan"))
+        gain, loss = f"{-100 * row.gain:.2f}", f"{-100 * row.loss:.2f}"
+        mark = "recommended" if row is chosen else ""
+        table.append((row.size, *shares, gain, loss, f"{row.speed:.4f}", mark))
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of docs/performance."""
     parser = script.parser(__doc__, package=False)
@@ -265,22 +333,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", type=Path, default=MODEL / "drafter")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tasks", type=script.count, default=120)
-    parser.add_argument("--draft-ids", type=Path, help="reduced draft vocabulary")
     args = parser.parse_args(argv)
     target: Path = args.twin or args.work / "twin"
     if args.twin is None and not target.is_dir():
         twin.write(MODEL / "target", target)
     config = QualityConfig(tasks=args.tasks, max_tokens=512, window=512)
-    study = QualityStudy(
-        args.work, target, args.drafter, config, args.draft_ids, choose(sys.stderr)
-    )
-    names = [name for name in FORMS if name != "draft vocabulary" or args.draft_ids]
-    reports = {name: study.report(name) for name in names}
+    study = QualityStudy(args.work, target, args.drafter, config, choose(sys.stderr))
+    reports = {name: study.report(name) for name in FORMS if name != DRAFTS}
+    _, listed = study.draft_vocabulary()
+    if trade.best(listed):
+        reports[DRAFTS] = study.report(DRAFTS)
     study.progress.close()
     tables = {
         "divergence": divergences(reports),
         "plans": plans(reports),
         "better": comparisons(reports),
+        "gates": verdicts(reports),
+        "draft vocabulary": sizes(listed),
     }
     script.show(tables.items(), as_json=args.json)
 

@@ -112,7 +112,7 @@ def test_the_accept_length_of_independent_drafts(right: float, block: int) -> No
 
 
 def test_a_cycle_ends_where_a_draft_is_wrong_or_missing() -> None:
-    answer = AnswerTokens("plan", (1, 2, 9, 1, 1, 1, 1, 1, 1), refused=frozenset({1}))
+    answer = AnswerTokens("plan", (1, 2, 9, 1, 1, 1, 1, 1, 1), refused=(1,))
     # Blocks of 4: 1 2 | 9 1 1 1 | 1 1 1, where the last of four is the target's own.
     assert trade.cycles(answer, range(100), 4) == 3
     assert trade.cycles(answer, {1, 2}, 4) == 4  # 1 2 | 9 | 1 1 1 1 | 1 1
