@@ -91,10 +91,10 @@ def _check_size(width: int, height: int, field: str) -> None:
     """Refuse an image by its size, before it is decoded."""
     got, (low, high) = f"{width} x {height}", sorted((width, height))
     if width * height > MOST_PIXELS:
-        raise _refused(field, f"of at most {MOST_PIXELS} pixels", got)
+        raise RequestError(f"{field} must give at most {MOST_PIXELS} pixels (got {got})", field)
     if low < SHORTEST_SIDE or high > MOST_RATIO * low:
-        rule = f"of sides of at least {SHORTEST_SIDE} pixels, one at most {MOST_RATIO} times"
-        raise _refused(field, f"{rule} the other", got)
+        rule = f"sides of at least {SHORTEST_SIDE} pixels, one at most {MOST_RATIO} times the other"
+        raise RequestError(f"{field} must give {rule} (got {got})", field)
 
 
 def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:

@@ -39,7 +39,7 @@ from thor_dflash.calib.replay import replay_report
 from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
 from thor_dflash.calib.replay.replay_report import ReplayReport, ReplaySubject, ReplayTurn
 from thor_dflash.calib.replay.session_replay import SessionReplay
-from thor_dflash.cli.commands.replay import random_session
+from thor_dflash.cli.commands.bench import random_session
 from thor_dflash.cli.report.replay_page import page
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.tree import Config

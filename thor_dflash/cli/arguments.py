@@ -230,13 +230,21 @@ def bench(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     _add(source, "--shape NAME", "measure a model of these sizes; needs --random-weights (known: "
          "qwen3.6-27b, qwen3.8-27b)")  # fmt: skip
-    _add(source, "--package PKG", "the package to start; needs --ready")
+    _add(source, "--package PKG", "the package to start; needs --ready or --image")
     _add(sub, "--random-weights", "make weights on the device instead of reading a checkpoint")
     _add(sub, "--engine cuda", "needed with --shape; only cuda", dest="build.engine")
     _add(sub, "--quick", "skip the variants that each leave one optimisation out")
     _add(sub, "--ready", "measure the time from process start to the first answer; for a --shape, "
          "a package is first written to --out")  # fmt: skip
     _add(sub, "--out DIR", "new directory for the package of --ready")
+    _add(
+        sub,
+        "--image WIDTHxHEIGHT",
+        "measure what such a camera frame in a prompt costs, and "
+        "nothing else; may be given several times",
+        action="append",
+        default=[],
+    )
     _add(sub, "--json", "print the rows as JSON")
 
 

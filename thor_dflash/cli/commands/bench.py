@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +28,18 @@ from thor_dflash.core.progress import Progress
 if TYPE_CHECKING:
     from thor_dflash.package.manifest import Manifest
     from thor_dflash.runtime.measure.bench_report import Figure
+    from thor_dflash.runtime.session import Session
 
 DRAFT_VOCABULARY = 65536
 """Rows of the reduced draft head. Source: TensorRT-Edge-LLM's sweep, in which 64 k kept all of the
 acceptance and 32 k did not."""
 CAPACITY = 33280
-"""Context, tokens: the longest that is measured and a block."""
+"""Context, tokens: the longest that is measured, also of recorded turns, and a block."""
 CHUNK = 2048
 """Default rows of a prefill step: a prompt of 2,048 is one step. 512 rows leave a third of an H100
 idle, whose 132 multiprocessors then share the 80 tiles of a product with 5,120 columns."""
+TURN_CHUNK = 128
+"""The same where turns are measured, which read whole chunks again."""
 PROMPT = (1, 2)
 """A process is ready once it has answered it. Two ids, so that one is prefilled."""
 ANSWER_TOKENS = 2
@@ -59,9 +62,12 @@ class Variant:
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
     """Measure and print."""
+    if args.image:
+        _print(args, _images(args, config, progress))
+        return
     if args.package is not None:
         if not args.ready:
-            raise ConfigError("--package must go with --ready (got --package alone)")
+            raise ConfigError("--package must go with --ready or --image (got --package alone)")
         _print(args, ready_here(args.package, config.engine, progress))
         return
     _check_shape(args, config)
@@ -176,6 +182,75 @@ def hollow(
         build = variant.build
         build = dataclasses.replace(build, draft_ids=build.draft_ids or str(ids))
         return write_synthetic(shape, out, build, widths, mtp=mtp)
+
+
+@contextmanager
+def random_session(
+    shape: str, tokenizer: Path | None, config: Config, reuse: int, progress: Progress
+) -> Generator[Session]:
+    """A session of a full-size model with random weights, and the tokenizer of a directory if one
+    is given.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    from thor_dflash.builders.synthetic import SHAPES
+    from thor_dflash.runtime.decoding.model_runner import ModelRunner
+    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+    from thor_dflash.runtime.measure.random_weights import RandomWeights
+    from thor_dflash.runtime.session import Session
+    from thor_dflash.runtime.text.tokenizer import Tokenizer
+
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(shape)})")
+    chunk = config.engine.chunk or TURN_CHUNK
+    sizes = tuple(rows for rows in (32, 64, 128, 512, 2048) if rows <= chunk)
+    build = dataclasses.replace(config.build, engine="cuda", chunk=chunk, chunks=sizes)
+    engine_config = dataclasses.replace(config.engine, chunk=0)
+    variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
+    text = Tokenizer.load(tokenizer) if tokenizer else None
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        made = hollow(shape, out, variant)
+        fill = RandomWeights(out, engine_config.cubins_directory)
+        with closing(CudaEngine(out, engine_config, progress, fill)) as engine:
+            capacity = config.engine.capacity or CAPACITY
+            sizes = (chunk, *(rows for rows in sizes if rows != chunk))
+            model = ModelRunner(engine, made, capacity, made.block, sizes, reuse)
+            yield Session(model, text)
+
+
+# ---- images --------------------------------------------------------------------------------------
+def _images(args: Namespace, config: Config, progress: Progress) -> list[Figure]:
+    """Measure images in prompts, on a package or on random weights."""
+    from thor_dflash.runtime.measure.image_bench import REUSE, image_figures
+    from thor_dflash.runtime.session import open_session
+
+    sizes = [_image_size(text) for text in args.image]
+    if args.ready:
+        raise ConfigError("--image must be given without --ready (got both)")
+    opened: AbstractContextManager[Session]
+    if args.package is not None:
+        opened = closing(open_session(args.package, config.engine, progress, reuse=REUSE))
+    else:
+        _check_shape(args, config)
+        _device(config.engine)
+        build = dataclasses.replace(config.build, vision="on")
+        random = dataclasses.replace(config, build=build)
+        opened = random_session(args.shape, None, random, REUSE, progress)
+    with opened as session:
+        rows = list(image_figures(session, sizes, progress, predict=bool(args.shape)))
+    progress.close()
+    return rows
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    try:
+        return int(width), int(height)
+    except ValueError as e:
+        rule = "WIDTHxHEIGHT in pixels, such as 640x480"
+        raise ConfigError(f"--image must be {rule} (got {show(text)})") from e
 
 
 # ---- ready ---------------------------------------------------------------------------------------

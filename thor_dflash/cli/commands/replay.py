@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
@@ -33,10 +31,6 @@ if TYPE_CHECKING:
 REUSE_MB = 4096
 """Default memory for the states of earlier turns, MiB: more than one conversation of the trace
 needs at a time."""
-CAPACITY = 33280
-"""Context of random weights, tokens: the trace's longest turn needs 29,200 and a block."""
-CHUNK = 128
-"""Rows of a prefill step of random weights: turns read whole chunks again."""
 LARGEST = 1 << 28
 """Maximum size of a report as JSON, bytes."""
 
@@ -222,6 +216,7 @@ def _local(
     progress: Progress,
 ) -> Generator[Run]:
     from thor_dflash.calib.replay.session_replay import SessionReplay
+    from thor_dflash.cli.commands.bench import random_session
 
     megabytes = REUSE_MB if args.reuse_mb is None else args.reuse_mb
     opened = (
@@ -264,40 +259,3 @@ def _packaged(
     opened = open_session(args.package, config.engine, progress, reuse=reuse, check=check)
     with closing(opened) as session:
         yield session
-
-
-@contextmanager
-def random_session(
-    shape: str, tokenizer: Path | None, config: Config, reuse: int, progress: Progress
-) -> Generator[Session]:
-    """A session of a full-size model with random weights, and the tokenizer of a directory if one
-    is given.
-
-    Raises:
-        ConfigError: there is no such shape.
-    """
-    from thor_dflash.builders.synthetic import SHAPES
-    from thor_dflash.cli.commands.bench import hollow, variants
-    from thor_dflash.runtime.decoding.model_runner import ModelRunner
-    from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-    from thor_dflash.runtime.measure.random_weights import RandomWeights
-    from thor_dflash.runtime.session import Session
-    from thor_dflash.runtime.text.tokenizer import Tokenizer
-
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)} (got {show(shape)})")
-    chunk = config.engine.chunk or CHUNK
-    sizes = tuple(rows for rows in (32, 64, 128, 512, 2048) if rows <= chunk)
-    build = dataclasses.replace(config.build, engine="cuda", chunk=chunk, chunks=sizes)
-    engine_config = dataclasses.replace(config.engine, chunk=0)
-    variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
-    text = Tokenizer.load(tokenizer) if tokenizer else None
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory)
-        made = hollow(shape, out, variant)
-        fill = RandomWeights(out, engine_config.cubins_directory)
-        with closing(CudaEngine(out, engine_config, progress, fill)) as engine:
-            capacity = config.engine.capacity or CAPACITY
-            sizes = (chunk, *(rows for rows in sizes if rows != chunk))
-            model = ModelRunner(engine, made, capacity, made.block, sizes, reuse)
-            yield Session(model, text)
