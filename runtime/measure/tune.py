@@ -124,7 +124,11 @@ def tune(
                     device = device.choosing(one.site, tuned.candidates[tuned.chosen].choice)
                 task.advance(1)
     finally:  # also what was measured before an interrupt
-        record = record.adding(found, name if len(found) == len(left) else "")
+        complete = name if len(found) == len(left) else ""
+        latest = file.read()  # another process may have added launches
+        if latest is not None and latest.power == file.power and not again:
+            record = latest
+        record = record.adding(found, complete)
         file.write(record)
     seconds = time.monotonic() - begun
     return Tuning(record, tuple(found), len(left) - len(found), seconds, file.path)

@@ -237,21 +237,19 @@ def test_a_doctor_offers_what_is_missing(
     assert other.state == ("ok" if tune == "off" else "warn"), "in power mode MAXN"
 
 
-def test_a_server_measures_what_is_missing_once(
+def test_a_server_measures_what_is_missing_once_and_in_another_process(
     made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
 ) -> None:
     lines: list[str] = []
-    tuned: list[EngineConfig] = []
-
-    def tune(package: Path, config: EngineConfig, progress: object) -> Tuning:
-        tuned.append(config)
-        put(records["slow"], config)
-        return records["slow"]
-
+    for how in ("off", "required"):
+        serve._tune(made, replace(config, tune=how), lines.append)  # type: ignore[arg-type]
+    assert not lines
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "tune_package", tune)
-        for how in ("off", "required", "auto", "auto"):
-            serve._tune(made, replace(config, tune=how), Silent(), lines.append)  # type: ignore[arg-type]
-    assert [one.tune for one in tuned] == ["auto"]
-    assert len(lines) == 1
-    assert "engine.tune=off" in lines[0]
+        given = "import sys; print(*sys.argv[1:]); sys.exit(3)"
+        patch.setattr(serve, "TUNE", given)
+        serve._tune(made, config, lines.append)
+    assert lines[1] == f'tune: tune --package {made} --set engine.tunings="{config.tunings}"'
+    assert lines[2].startswith("tuning failed with status 3")
+    put(records["slow"], config)
+    serve._tune(made, config, lines.append)
+    assert len(lines) == 3

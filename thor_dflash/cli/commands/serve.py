@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -16,17 +18,20 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, TextIO
 
 from thor_dflash.cli import stdio
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.tree import Config
+from thor_dflash.core import strict_records
 from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.message_text import one_line, visible
 from thor_dflash.core.progress import Lines, Progress, amount
 
 if TYPE_CHECKING:
-    from thor_dflash.config.engine import EngineConfig
     from thor_dflash.serving.planner.backend import Backend
     from thor_dflash.serving.planner.prefix_store import PrefixStore
     from thor_dflash.serving.server.server import Server
 
+TUNE = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
+"""The command line, in a new process of this interpreter."""
 SWITCH_S = 0.0005
 """Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
 default of 5 ms would be most of the time limit of a control operation."""
@@ -164,7 +169,7 @@ def _load(
     from thor_dflash.serving.planner.session_backend import SessionBackend
 
     try:
-        _tune(args.package, config.engine, progress, log)
+        _tune(args.package, config.engine, log)
         reuse = 0 if config.serve.reuse == "off" else config.serve.reuse_mb << 20
         session = open_session(args.package, config.engine, progress, choose=True, reuse=reuse)
         progress.close()
@@ -175,25 +180,32 @@ def _load(
         raise
 
 
-def _tune(
-    package: Path, config: EngineConfig, progress: Progress, log: Callable[[str], None]
-) -> None:
+def _tune(package: Path, config: EngineConfig, log: Callable[[str], None]) -> None:
     """Measure the launches of a package of engine cuda that were not measured on this device,
-    unless `engine.tune` is another than auto. If the budget ends it, the next start goes on.
+    unless `engine.tune` is another than auto. If the budget ends it, the next start goes on. In a
+    process of its own: a launch that fails would break CUDA for this one, which can serve by the
+    rules.
     """
     from thor_dflash.package import manifest
 
     if config.tune != "auto" or manifest.read(package).engine != "cuda":
         return
-    from thor_dflash.runtime.measure.tune import needed, tune_package
+    from thor_dflash.runtime.measure.tune import needed
 
-    if needed(package, config):
-        done = tune_package(package, config, progress)
-        left = f", {amount(done.left, 'launches')} are left for the next start" if done.left else ""
-        log(
-            f"{amount(len(done.measured), 'launches')} measured in {done.seconds:.0f} s{left}; "
-            "--set engine.tune=off uses the rules'"
-        )
+    if not needed(package, config):
+        return
+    command = [sys.executable, "-c", TUNE, "tune", "--package", str(package)]
+    default = strict_records.encode(EngineConfig())
+    for key, value in strict_records.encode(config).items():
+        command += ["--set", f"engine.{key}={json.dumps(value)}"] if value != default[key] else []
+    log("measuring launches, up to two minutes, once; --set engine.tune=off uses the rules'")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as child:
+        for line in child.stdout or ():
+            log(f"tune: {line.rstrip()}")
+    if child.returncode:
+        log(f"tuning failed with status {child.returncode}: launches by the rules")
 
 
 def _prefix_store(directory: str) -> PrefixStore:
