@@ -119,6 +119,9 @@ class SpeculationGate(Policy):
         self._fresh = False
         """The next drafted cycle catches up first."""
         self._agreed = 0
+        self._reached = 0
+        """Drafts that agreed and were drawn by their own law; they must not decide what follows
+        unless they were committed, as their noise is used again (operator `sample`)."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:
         self._began, least = self._clock(), self._rule.plain
@@ -136,11 +139,13 @@ class SpeculationGate(Policy):
         """
         forced = sum(token >= 0 for token in block.forced[: record.agreed])
         self._agreed = record.agreed - forced
+        self._reached = record.agreed if block.drawn else 0
         return record.count
 
     def observe(self, progress: DecodeProgress, committed: int) -> None:
         seconds = self._clock() - self._began
         self._cycles += 1
+        self._counts = self._counts and self._reached < committed
         if not self._drafted:
             self._costs.plain(seconds)
             self._plain_s += seconds

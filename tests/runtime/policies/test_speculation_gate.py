@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -139,6 +139,34 @@ def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
         now[0] += 1.35
         gate.judge(progress, cut, Record(1, -1, 0, 9, 0, (5,), (5,) * 16))
         gate.observe(progress, 1)
+
+
+def test_by_rejection_rows_that_are_not_committed_decide_nothing() -> None:
+    """Their noise is used again: whether a row is drafted must not depend on what it would be."""
+
+    def drafted(agreed: int) -> list[bool]:
+        costs, found, now = StepCosts(), list[bool](), [0.0]
+        for _ in range(3):
+            costs.drafted(1.35)
+            costs.plain(1.0)
+        gate, progress = SpeculationGate(costs, lambda: now[0], GateRule()), DecodeProgress((1,))
+        for cycle in range(40):
+            block = gate.shape(progress, Block(cap=4))
+            found.append(block.draft)
+            now[0] += 1.35 if block.draft else 1.0
+            # Every second block is cut; in the others no draft agrees.
+            reached, count = (agreed, 4) if block.draft and cycle % 2 else (0, 1)
+            tokens = (5,) * count
+            gate.judge(
+                progress,
+                replace(block, drawn=15 * block.draft),
+                Record(count, -1, 0, reached, 0, tokens, (5,) * 16),
+            )
+            gate.observe(progress, count)
+        return found
+
+    assert drafted(4) == drafted(15)
+    assert not all(drafted(4))
 
 
 # --- what gated steps leave behind
