@@ -33,8 +33,10 @@ NEAR, NEAR_PROMPT = 3, 1
 launch takes so long that its neighbours matter less."""
 PLACES, PLACES_PROMPT = 8, 2
 """Most launches of a chain that are measured, each in another layer; in a step of a prompt."""
-RUNS = 5
-"""Runs of a chain for one sample, after one that is not counted."""
+FEWEST, RUNS = 2, 5
+"""Fewest and most runs of a chain for one sample, after one that is not counted."""
+SAMPLE_S = 0.01
+"""Seconds of runs that are enough for a sample: a longer chain has less noise."""
 CONTEXT, LONG = 2048, 16384
 """Tokens in the cache. Launches whose work grows with the context are measured at both."""
 GROWS = ("verify_attention", "draft_attention")
@@ -148,8 +150,9 @@ class ChainTimer:
         for length in contexts:
             self.place(one.call, length)
             self._fill_values()
-            self._run(trial, 1)
-            found.append(statistics.median(self._run(trial, RUNS)) * 1e6 / one.places)
+            [first] = self._run(trial, 1)
+            runs = max(FEWEST, min(RUNS, int(SAMPLE_S / first)))
+            found.append(statistics.median(self._run(trial, runs)) * 1e6 / one.places)
         return tuple(found)
 
     def place(self, call: Call, length: int) -> None:

@@ -1,6 +1,7 @@
 """Times a full-size model launched by the rules and as tuned, in one process, and tunes it twice.
 
-    python tests/gpu/tune_times.py [--multiprocessors 16 [--reader]] [--planted] [--again]
+    python tests/gpu/tune_times.py [--multiprocessors 16 [--reader]] [--cycle] [--again]
+    python tests/gpu/tune_times.py --planted [--cycle]
 
 Prints JSON: name -> table. With `--multiprocessors` on a part of the device, whose times are scaled
 to the number and clock of a Thor's multiprocessors; beside them is the time that a Thor's memory
@@ -35,24 +36,28 @@ from thor_dflash.core.errors import ConfigError, ThorError
 from thor_dflash.core.progress import Progress, choose
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.cuda.driver import DeviceInfo, Driver
-from thor_dflash.plugins.launch import Choice, Int, Launch, Pointer
+from thor_dflash.plugins.launch import Choice, Device, Int, Launch, Pointer
 from thor_dflash.plugins.linear import partition
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.engines.cuda.tuning_record import TuningRecord, words
+from thor_dflash.runtime.measure import cuda_bench
+from thor_dflash.runtime.measure import tune as tuning
 from thor_dflash.runtime.measure.bench_report import CONTEXT, CYCLE, LINEARS, LONG, THOR_READ
+from thor_dflash.runtime.measure.chain_timer import TunableLaunch, tunable
 from thor_dflash.runtime.measure.cuda_bench import BLOCK_BYTES, CudaBench, operators
 from thor_dflash.runtime.measure.random_weights import RandomWeights
 from thor_dflash.runtime.measure.tune import Tuning, tune
 
 THOR_MULTIPROCESSORS, THOR_CLOCK = 20, 1.575e9
 """Clock in Hz. Source: NVIDIA, Jetson Thor modules, T5000."""
-PROMPTS = (2048, 512, 256, 128, 64, 32)
+PROMPTS = (2048, 512, 128, 32)
 """Rows of a prefill step."""
 READ = (20, 100, 512, 2048)
 """Lengths of prompts that are read."""
+CYCLE_GRAPHS = ("verify", "propose", "observe")
 ROUNDS = 4
 """Rounds in which rules and choices take turns."""
 Table = list[list[Any]]
@@ -181,7 +186,9 @@ def prompts(bench: CudaBench) -> Iterator[tuple[str, float, int]]:
         yield f"prompt of {tokens}", 1e3 * bench.prefill(tokens), weights
 
 
-def compared(opened: Opened, rounds: int) -> tuple[dict[str, list[Times]], dict[str, int]]:
+def compared(
+    opened: Opened, rounds: int, *, cycle: bool
+) -> tuple[dict[str, list[Times]], dict[str, int]]:
     """Times of every step in each round, by the rules ("off") and as tuned ("auto"), and bytes."""
     found: dict[str, list[Times]] = {"off": [], "auto": []}
     nbytes: dict[str, int] = {}
@@ -190,7 +197,7 @@ def compared(opened: Opened, rounds: int) -> tuple[dict[str, list[Times]], dict[
         for number in range(rounds):
             for how in ("off", "auto") if number % 2 == 0 else ("auto", "off"):
                 benches[how].engine.driver.enter()
-                rows = [*steps(benches[how]), *prompts(benches[how])]
+                rows = [*steps(benches[how]), *([] if cycle else prompts(benches[how]))]
                 found[how].append({name: ms for name, ms, _ in rows})
                 nbytes |= {name: size for name, _, size in rows}
     return found, nbytes
@@ -277,6 +284,11 @@ def _planted(choice: Choice) -> bool:
     return choice.get("warps") == 8 and choice.get("parts") == 8
 
 
+def of_a_cycle(bench: CudaBench, device: Device) -> list[TunableLaunch]:
+    """The launches of a cycle."""
+    return [one for one in tunable(bench, device) if one.call.graph.name in CYCLE_GRAPHS]
+
+
 def clock(bench: CudaBench) -> float:
     """Highest clock of the multiprocessors, Hz."""
     driver = bench.engine.driver
@@ -286,6 +298,8 @@ def clock(bench: CudaBench) -> float:
 
 def measured(args: argparse.Namespace, opened: Opened, progress: Progress) -> dict[str, Table]:
     """Everything that was asked for."""
+    if args.planted:
+        return {"planted": planted(opened)}
     found: dict[str, Table] = {}
     begun = time.monotonic()
     first = opened.tune()
@@ -299,14 +313,20 @@ def measured(args: argparse.Namespace, opened: Opened, progress: Progress) -> di
                                 round(first.seconds, 1), round(time.monotonic() - begun, 1),
                                 round(read / 1e9, 1), round(read / count / hz, 2)]]  # fmt: skip
     found["launches"] = launch_table(first.record)
-    if args.rounds:
-        with progress.task("rules and tuned in turn"):
-            found["steps"] = step_table(*compared(opened, args.rounds), factor)
+    head, *rows = found["launches"]
+    found["changed"] = [head[:-1], *(row[:-1] for row in rows if row[2] != row[3])]
+    _note(found)
+    with progress.task("rules and tuned in turn"):
+        found["steps"] = step_table(*compared(opened, args.rounds, cycle=args.cycle), factor)
+    _note(found)
     if args.again:
         found["tuned twice"] = repeated_table(first.record, opened.tune(again=True).record)
-    if args.planted:
-        found["planted"] = planted(opened)
     return found
+
+
+def _note(found: dict[str, Table]) -> None:
+    """What was found so far, for the log of a run that is ended early."""
+    print(json.dumps(found), file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -316,22 +336,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--multiprocessors", type=int, default=0, metavar="N", help="0: all")
     parser.add_argument("--reader", action="store_true", help="let the others read memory")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N",
-                        help="of rules and tuned in turn; 0: none")  # fmt: skip
+                        help="of rules and tuned in turn")  # fmt: skip
+    parser.add_argument("--cycle", action="store_true", help="only what a cycle launches")
     parser.add_argument("--again", action="store_true", help="tune twice")
-    parser.add_argument("--planted", action="store_true", help="also repair a planted slow rule")
+    parser.add_argument("--planted", action="store_true", help="only repair a planted slow rule")
     args = parser.parse_args(arguments)
-    if args.multiprocessors < 0:
-        raise ConfigError(f"--multiprocessors must be >= 0 (got {args.multiprocessors})")
+    for option, number, least in (("multiprocessors", args.multiprocessors, 0),
+                                  ("rounds", args.rounds, 1)):  # fmt: skip
+        if number < least:
+            raise ConfigError(f"--{option} must be >= {least} (got {number})")
     if args.reader and not args.multiprocessors:
         raise ConfigError("--reader must go with --multiprocessors (got --reader alone)")
     config, progress = Config(), choose(sys.stderr)
     build = dataclasses.replace(config.build, engine="cuda", chunk=PROMPTS[0], chunks=PROMPTS)
     variant = next(variants(dataclasses.replace(config, build=build), ablations=False))
     part = patch.object(engines, "Driver", Part) if args.multiprocessors else nullcontext()
+    # Steps take ten times as long on a part, and have less noise.
+    fewer = {"WARM": 3, "RUNS": 7} if args.multiprocessors else {}
+    only = patch.object(tuning, "tunable", of_a_cycle) if args.cycle else nullcontext()
     with (
         tempfile.TemporaryDirectory() as name,
         patch.object(Part, "count", args.multiprocessors),
+        patch.multiple(cuda_bench, **fewer) if fewer else nullcontext(),
         part,
+        only,
     ):
         folder = Path(name)
         manifest = hollow(args.shape, folder, variant)
