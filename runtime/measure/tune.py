@@ -15,7 +15,7 @@ from thor_dflash.core.errors import ConfigError
 from thor_dflash.core.progress import Progress
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.package.manifest import Manifest
-from thor_dflash.plugins.cuda.driver import Driver
+from thor_dflash.plugins.cuda.driver import DriverCalls
 from thor_dflash.plugins.launch import Choice, Device
 from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
@@ -67,8 +67,10 @@ def sizes(config: EngineConfig, found: Manifest) -> tuple[int, int, tuple[int, .
 
 def needed(package: Path, config: EngineConfig) -> bool:
     """Whether a package of engine cuda has launches that were not measured on this device."""
-    with closing(Driver(config.device)) as driver:
-        record = tuning_file(config.tunings_directory, driver.info, power_mode()).read()
+    driver = DriverCalls()  # makes no context, which takes longer than all the rest
+    driver("cuInit", 0)
+    info = driver.describe(driver("cuDeviceGet", config.device))
+    record = tuning_file(config.tunings_directory, info, power_mode()).read()
     found = package_manifest.read(package)
     return record is None or package_name(config, found) not in record.packages
 
@@ -108,7 +110,9 @@ def tune(
     record = file.read()
     if record is None or record.power != file.power or again:
         record = file.empty()
-    timer, every = ChainTimer(bench), tunable(bench, device)
+    timer = ChainTimer(bench)
+    with progress.task("looking for candidates"):
+        every = tunable(bench, device)
     left = [one for one in every if one.key not in record.launches]
     device = replace(device, tuned=record.choices())
     choices = _compiled(bench, timer, left, device, progress)
@@ -145,7 +149,10 @@ def _compiled(
     found = {one.key: one.choices for one in every}
     for counted in (False, True):
         if counted:  # by now the driver knows how many clusters of each kernel run at once
-            found = {one.key: _counted(timer, one, device) for one in every}
+            with progress.task("counting active clusters", len(every), "launches") as task:
+                for one in every:
+                    found[one.key] = _counted(timer, one, device)
+                    task.advance(1)
         launches = [
             pair
             for one in every
