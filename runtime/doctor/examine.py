@@ -47,7 +47,7 @@ def examine(machine: LocalMachine, config: EngineConfig, path: Path | None) -> D
         if path and manifest.engine == "tensorrt":
             findings.append(package.plan(path, cuda, tensorrt, config.device))
         if path and manifest.engine == "cuda":
-            findings.append(package.tuning(machine, path, cuda, manifest, config))
+            findings += package.tuning(machine, path, cuda, manifest, config)
     found = engines({f.item: f for f in findings}, cuda, tensorrt, config.device)
     return DoctorReport(tuple(findings), found)
 

@@ -112,11 +112,20 @@ def plan(path: Path, cuda: Cuda, tensorrt: TensorRT, device: int) -> Finding:
 
 def tuning(
     machine: LocalMachine, path: Path, cuda: Cuda, found: Manifest, config: EngineConfig
+) -> Iterator[Finding]:
+    """Whether the launches of a package of engine cuda were measured on the device, if there is
+    one.
+    """
+    if gpu := _gpu(cuda, config.device):
+        yield _tuning(machine, path, gpu, cuda.driver, found, config)
+
+
+def _tuning(
+    machine: LocalMachine, path: Path, gpu: Gpu, driver: int, found: Manifest, config: EngineConfig
 ) -> Finding:
-    """Whether the launches of a package of engine cuda were measured on this device."""
-    item, gpu = "launches", _gpu(cuda, config.device)
-    if config.tune == "off" or gpu is None:
-        return Finding(item, "ok", "by the rules: engine.tune is off" if gpu else "no device")
+    item = "launches"
+    if config.tune == "off":
+        return Finding(item, "ok", "by the rules: engine.tune is off")
     remedy, state = f"thor-dflash tune --package {path}", missing(config.tune == "required")
     mode = POWER_MODE.search(machine.run("nvpmodel", "-q").text)
     info = DeviceInfo(
@@ -124,7 +133,7 @@ def tuning(
         Device(gpu.capability, gpu.multiprocessors),
         gpu.memory,
         gpu.integrated,
-        cuda.driver,
+        driver,
     )
     try:
         file = tuning_file(config.tunings_directory, info, mode[1] if mode else "")

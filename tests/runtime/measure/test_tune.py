@@ -228,12 +228,13 @@ def test_a_doctor_offers_what_is_missing(
     gpu = replace(H100_GPU, name=info.name, multiprocessors=info.device.multiprocessors)
     cuda = Cuda(driver=info.driver, devices=(gpu,))
     config = replace(config, tune=tune)
-    found = doctor.tuning(H100, made, cuda, manifest.read(made), config)
+    [found] = doctor.tuning(H100, made, cuda, manifest.read(made), config)
     assert found.state == {"auto": "warn", "required": "wrong", "off": "ok"}[tune]
     assert found.remedy == ("" if tune == "off" else f"thor-dflash tune --package {made}")
     put(records["slow"], config)
-    assert doctor.tuning(H100, made, cuda, manifest.read(made), config).state == "ok"
-    other = doctor.tuning(THOR, made, cuda, manifest.read(made), config)
+    [found] = doctor.tuning(H100, made, cuda, manifest.read(made), config)
+    assert found.state == "ok"
+    [other] = doctor.tuning(THOR, made, cuda, manifest.read(made), config)
     assert other.state == ("ok" if tune == "off" else "warn"), "in power mode MAXN"
 
 
