@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from thor_dflash.core.results import DraftSource
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins.accept.record import STRICT, Record
 from thor_dflash.runtime.text.thinking import Marks, Thinking
@@ -96,6 +97,8 @@ class Block:
     """Whether proposers may draw drafts from distributions of their own. Set by the loop."""
     drawn: int = 0
     """The first tokens after row 0 that were drawn so: see Proposal. Set by the loop."""
+    source: DraftSource = "drafter"
+    """Where its drafts came from. Set by the loop."""
     reasons: tuple[Reason, ...] = ()
 
     def capped(self, cap: int, why: str) -> Block:
@@ -121,14 +124,16 @@ class Block:
         found += [Reason("capped", why)] * (self.cap < before.cap)
         return replace(self, reasons=(*self.reasons, *found))
 
-    def holding(self, drafts: int, rows: int, drawn: int = 0) -> Block:
-        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them; and
-        how many of the first were `drawn`.
+    def holding(
+        self, drafts: int, rows: int, drawn: int = 0, source: DraftSource = "drafter"
+    ) -> Block:
+        """Set `drafted`: `drafts` tokens, plus forced ids that continue directly after them; how
+        many of the first were `drawn`; and their source.
         """
         held = drafts
         while held < len(self.forced) and self.forced[held] >= 0:
             held += 1
-        return replace(self, drafted=min(held, rows - 1), drawn=drawn)
+        return replace(self, drafted=min(held, rows - 1), drawn=drawn, source=source)
 
 
 class DraftInspection(Protocol):

@@ -203,7 +203,7 @@ def _step(
     before = proposal.calls
     if block.look is not None:
         block, before = _look(model, block, block.look, before), ()
-    block = block.holding(proposal.drafted, model.block, proposal.drawn)
+    block = block.holding(proposal.drafted, model.block, proposal.drawn, proposal.source)
     after = request.proposer.observe(model, block)
     return block, model.step(block, before, after, request.stop), proposal
 

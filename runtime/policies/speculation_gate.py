@@ -116,6 +116,8 @@ class SpeculationGate(Policy):
         """Time of plain steps in this mode, seconds."""
         self._began = 0.0
         self._drafted = self._counts = True
+        self._text = False
+        """A text drafted the block where the drafter would have: it tells nothing of its worth."""
         self._fresh = False
         """The next drafted cycle catches up first."""
         self._agreed = 0
@@ -140,10 +142,13 @@ class SpeculationGate(Policy):
         forced = sum(token >= 0 for token in block.forced[: record.agreed])
         self._agreed = record.agreed - forced
         self._reached = record.agreed if block.drawn else 0
+        self._text = block.draft and block.source != "drafter"
         return record.count
 
     def observe(self, progress: DecodeProgress, committed: int) -> None:
         seconds = self._clock() - self._began
+        if self._text:
+            return
         self._cycles += 1
         self._counts = self._counts and self._reached < committed
         if not self._drafted:

@@ -520,8 +520,8 @@ def _field_as_sent(field: str, chat: ChatRequest) -> str:
     if field == "json_schema":
         plain = isinstance(chat.response_format, JsonObjectFormat)
         return "response_format" if plain else "response_format.json_schema.schema"
-    if field == "prompt":
-        return "messages"
+    if field in (named := {"prompt": "messages", "drafts": "prediction"}):
+        return named[field]
     if field == "max_tokens" and chat.max_tokens is None:
         return "max_completion_tokens"
     if found := re.match(r"images\[(\d+)\]", field):

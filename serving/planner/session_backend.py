@@ -531,7 +531,8 @@ class SessionBackend:
         if answered is not None and not stopped():
             self._read_ahead(*answered, interrupted)
         idle_s = self.config.reuse_idle_s
-        return self.session.turns.expire(idle_s) if idle_s else None
+        kept = (self.session.turns, self.session.answers) if idle_s else ()
+        return min((due for one in kept if (due := one.expire(idle_s)) is not None), default=None)
 
     def _read_ahead(
         self, prepared: Prepared, decoded: Decoded, stopped: Callable[[], bool]

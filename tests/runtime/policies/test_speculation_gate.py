@@ -75,6 +75,22 @@ def test_a_dead_drafter_costs_3_percent_or_the_allowed_loss(cost: float, tokens:
         assert ratio <= 1.03
 
 
+def test_a_block_that_a_text_drafted_tells_nothing_of_the_drafter() -> None:
+    world = World(lambda n: 2.0, lambda n: 0)
+    gate, progress = (
+        SpeculationGate(world.costs, lambda: world.now, GateRule()),
+        DecodeProgress((1,)),
+    )
+    for source, known in (("session", False), ("drafter", True)):
+        block = gate.shape(progress, Block(cap=16)).holding(15, 16, source=source)  # type: ignore[arg-type]
+        world.now += 1
+        record = Record(16, -1, 0, 15, 0, (7,) * 16, (7,) * 16)
+        gate.judge(progress, block, record)
+        progress.commit(record.tokens)
+        gate.observe(progress, 16)
+        assert world.costs.ready(1) == known
+
+
 @pytest.mark.parametrize("cost", [4.5, 11.0, 100.0])
 def test_a_drafter_too_dear_for_its_hits(cost: float) -> None:
     world = World(lambda n: cost, lambda n: 3)

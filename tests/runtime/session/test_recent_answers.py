@@ -38,6 +38,22 @@ def test_the_least_recently_used_session_goes_first(monkeypatch: pytest.MonkeyPa
     assert kept.of("a") == ()
 
 
+def test_answers_that_no_request_uses_expire() -> None:
+    now = [0.0]
+    kept = RecentAnswers(clock=lambda: now[0])
+    assert kept.expire(10) is None
+    for name in "ab":
+        kept.keep(name, (), [1])
+    now[0] = 6
+    kept.of("a")
+    assert kept.expire(10) == 4
+    now[0] = 10
+    assert kept.expire(10) == 6
+    assert (kept.of("b"), len(kept.of("a"))) == ((), 1), "its use counts, and that of now"
+    now[0] = 20
+    assert kept.expire(10) is None
+
+
 def test_none_are_kept_if_none_are_asked_for() -> None:
     kept = RecentAnswers(each=0)
     kept.keep("a", (), [1])

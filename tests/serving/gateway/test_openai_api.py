@@ -297,6 +297,14 @@ def test_a_prediction_is_a_draft() -> None:
     assert fault(prediction={"type": "tokens", "content": "old"}) == "prediction.type"
 
 
+def test_a_refused_prediction_is_named_as_it_was_sent() -> None:
+    chat = {"messages": CHAT, "prediction": {"type": "content", "content": "old"}}
+    refused = PlanError("bad_request", "drafts must be left out (got old)", field="drafts")
+    sent = error(refused, read(msgspec.json.encode(chat)))["error"]
+    assert sent["param"] == "prediction"
+    assert sent["message"] == "prediction must be left out (got old)"
+
+
 def test_any_object_is_asked_for_as_a_schema() -> None:
     assert asks(response_format={"type": "json_object"}).json_schema == {"type": "object"}
 
