@@ -281,8 +281,10 @@ def _steps(
         steps += [drafting.propose(), drafting.propose(sampled=True)]
     if isinstance(drafting, DrafterGraphs) and own_chunk:
         steps += [drafting.propose(), drafting.observe("observe", own.block)]
-        steps += [drafting.sample_drafts(), drafting.sample_drafts_rejection()]
-        steps.append(layers.accept(True, sampled=True, candidates=drafting.candidates))
+        steps.append(drafting.sample_drafts())
+        if not drafting.wide:
+            steps.append(drafting.sample_drafts_rejection())
+            steps.append(layers.accept(True, sampled=True, candidates=drafting.candidates))
     if drafting is not None and own_block:
         steps.append(drafting.observe(manifest.CHUNKED, own.chunk))
     for graph in steps:
@@ -346,9 +348,10 @@ def _shape(
 ) -> GraphOptions:
     _check_types(config)
     block = config.block or (drafter.dims.block if drafter else BLOCK)
-    if drafter is not None and drafter.dims.kind != MTP and block > drafter.dims.block:
+    if config.engine == "tensorrt" and drafter is not None and block > drafter.dims.block:
         raise ConfigError(
-            f"build.block must be <= {drafter.dims.block}, the drafter's (got {block})"
+            f"build.block must be <= {drafter.dims.block}, the drafter's, for engine tensorrt "
+            f"(got {block})"
         )
     check_target(target, config.engine, block)
     chunk, kv, activations = _AUTO[config.engine]

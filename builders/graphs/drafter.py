@@ -13,7 +13,15 @@ from thor_dflash.builders.graphs.target import GraphOptions
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.core.model_dims import DrafterDims
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, HEAD, LINEAR, SAMPLE, SELECTOR
+from thor_dflash.plugins import (
+    CONTEXT_KV,
+    DRAFT_ATTENTION,
+    FILL_DRAFTS,
+    HEAD,
+    LINEAR,
+    SAMPLE,
+    SELECTOR,
+)
 from thor_dflash.plugins.contract import NEXT, Attribute
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 from thor_dflash.plugins.selector import LAW
@@ -43,6 +51,8 @@ class DrafterGraphs:
         self._source = source
         self._target = target
         self._shape = shape
+        self._rows = min(dims.block, shape.block)
+        """Rows of the drafter's block; those of a wider verify behind it are the host's."""
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self) -> GraphBuilder:
@@ -51,7 +61,7 @@ class DrafterGraphs:
         """
         g = GraphBuilder("propose")
         last = g.input("last", DType.I32, (1,))
-        rows = self._shape.block
+        rows = self._rows
         masks = np.full(rows - 1, self.dims.mask_token, np.int32)
         ids = g.node("Concat", "ids", DType.I32, (rows,), last, g.constant("masks", masks), axis=0)
         x = embed(g, self._target, ids, self._shape.activations)
@@ -69,7 +79,7 @@ class DrafterGraphs:
             g.output(self._compose(g, last, head["best"]))
         else:
             hidden = self._selector_rows(g, x)
-            g.output(self._select(g, head["logits"], hidden)["tokens"])
+            g.output(self._selected(g, head["logits"], hidden))
             g.output(hidden)
         g.output(head["logits"])
         return g
@@ -82,7 +92,7 @@ class DrafterGraphs:
         logits = self._left_logits(g)
         if self.dims.selector is not None:
             drawn = sampling_inputs(g, DRAWN)
-            g.output(self._select(g, logits, self._left_hidden(g), drawn)["tokens"])
+            g.output(self._selected(g, logits, self._left_hidden(g), drawn))
             return g
         ports = {"logits": logits, **sampling_inputs(g)}
         if self._draft_ids is not None:
@@ -111,11 +121,11 @@ class DrafterGraphs:
     def _left_logits(self, g: GraphBuilder) -> GraphValue:
         ids = self._draft_ids
         width = self._target.head(self._tied).weight.shape[0] if ids is None else len(ids)
-        return g.input("draft_logits", DType.F32, (self._shape.block, width))
+        return g.input("draft_logits", DType.F32, (self._rows, width))
 
     def _left_hidden(self, g: GraphBuilder) -> GraphValue:
         assert self.dims.selector is not None
-        shape = (self._shape.block, self.dims.selector.rank)
+        shape = (self._rows, self.dims.selector.rank)
         return g.input("draft_hidden", self._shape.activations, shape)
 
     def observe(self, name: str, rows: int) -> GraphBuilder:
@@ -241,6 +251,33 @@ class DrafterGraphs:
         out = g.operator(LINEAR, source.prefix + name, ports, self._norm, {"y0": "draft_hidden"})
         return out["y0"]
 
+    @property
+    def wide(self) -> bool:
+        """Whether a verify has rows behind the drafter's block."""
+        return self._rows < self._shape.block
+
+    def _selected(
+        self,
+        g: GraphBuilder,
+        logits: GraphValue,
+        hidden: GraphValue,
+        drawn: Mapping[str, GraphValue] = NO_VALUES,
+    ) -> GraphValue:
+        """The block's tokens, as `_select` chooses the drafts."""
+        if not self.wide:
+            return self._select(g, logits, hidden, drawn)["tokens"]
+        return self._fill(g, self._select(g, logits, hidden, drawn, tokens="drafts")["tokens"])
+
+    def _fill(self, g: GraphBuilder, drafts: GraphValue) -> GraphValue:
+        """The block's tokens, where the host has left places for drafts."""
+        ids = g.input("block_ids", DType.I32, (self._shape.block,))
+        ports = {"ids": ids, "best": drafts}
+        return g.operator(FILL_DRAFTS, "fill", ports, {"at": 0}, {"tokens": "tokens"})["tokens"]
+
+    def _forced(self, g: GraphBuilder) -> GraphValue:
+        name = "drafter.forced" if self.wide else "forced"
+        return g.input(name, DType.I32, (self._rows,))
+
     def _select(
         self,
         g: GraphBuilder,
@@ -248,15 +285,16 @@ class DrafterGraphs:
         hidden: GraphValue | None,
         drawn: Mapping[str, GraphValue] = NO_VALUES,
         rejection: int = 0,
+        tokens: str = "tokens",
     ) -> dict[str, GraphValue]:
         """tokens [last, drafts]: each the best candidate after the one before it, or of its own if
         the drafter has no selector; `drawn` adds noise. With `rejection` also their laws.
         """
-        source, stem, rows = self._source, "candidate_selector", self._shape.block
+        source, stem, rows = self._source, "candidate_selector", self._rows
         ports = {
             "logits": logits,
             "last": g.input("last", DType.I32, (1,)),
-            "forced": g.input("forced", DType.I32, (rows,)),
+            "forced": self._forced(g),
             **drawn,
         }
         if hidden is not None:
@@ -275,13 +313,15 @@ class DrafterGraphs:
         }
         if (dims := self.dims.selector) is not None:
             attributes |= {"multiplier": dims.multiplier, "softcap": dims.softcap}
-        names = {"tokens": "tokens", **{name: f"draft.{name}" for name in LAW}}
+        names = {"tokens": tokens, **{name: f"draft.{name}" for name in LAW}}
         return g.operator(SELECTOR, source.prefix + stem, ports, attributes, names)
 
     def _compose(self, g: GraphBuilder, last: GraphValue, best: GraphValue) -> GraphValue:
         """[last, drafts], where a forced id replaces the draft of its row."""
-        rows = self._shape.block
-        forced = g.input("forced", DType.I32, (rows,))
+        if self.wide:
+            return self._fill(g, best)
+        rows = self._rows
+        forced = self._forced(g)
         # forced[i] is the token after row i of the block, which the drafter's row i + 1 drafts.
         drafts = _wide(g, "drafts", _slice(g, "drafts", best, 1, rows))
         wanted = _wide(g, "wanted", _slice(g, "wanted", forced, 0, rows - 1))

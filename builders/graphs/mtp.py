@@ -48,9 +48,9 @@ class MtpGraphs:
         self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
 
     def propose(self, *, sampled: bool = False) -> GraphBuilder:
-        """ids [R]: tokens, negative where a draft is wanted -> tokens [R]. First takes in up to R
-        rows from index `drafter.length` on, of which `drafter.row` is the last. Drafts are the best
-        ids, or drawn with the noise that the target will use for the same positions.
+        """block_ids [R]: tokens, negative where a draft is wanted -> tokens [R]. First takes in up
+        to R rows from index `drafter.length` on, of which `drafter.row` is the last. Drafts are the
+        best ids, or drawn with the noise that the target will use for the same positions.
         """
         g = GraphBuilder("propose_sampled" if sampled else "propose")
         rows, drafts = self._shape.block, min(self._dims.block, self._shape.block) - 1
@@ -58,7 +58,7 @@ class MtpGraphs:
         ring = self._write(g, "pending.", z, _index(g, "drafter.length"), self._ring(g), drafts < 3)
         last = g.input("drafter.row", DType.I32, (1,))
         z = g.node("Gather", "pending.last", z.dtype, (1, self._dims.hidden), z, last, axis=0)
-        tokens = g.input("ids", DType.I32, (rows,))
+        tokens = g.input("block_ids", DType.I32, (rows,))
         for step in range(1, drafts + 1):
             name = f"step{step}."
             length = _index(g, "length" if step == 1 else f"drafter.length.{step - 1}")

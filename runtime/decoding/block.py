@@ -57,6 +57,17 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTail:
+    """What a text has behind the drafter's last draft, in a block wider than the drafter's."""
+
+    ids: tuple[int, ...]
+    source: DraftSource
+
+
+NO_TAIL = DraftTail((), "output")
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why a block is not full width, drafted and exact."""
 
@@ -99,6 +110,8 @@ class Block:
     """The first tokens after row 0 that were drawn so: see Proposal. Set by the loop."""
     source: DraftSource = "drafter"
     """Where its drafts came from. Set by the loop."""
+    tail: DraftTail = NO_TAIL
+    """For the drafter. Set by a proposer that has texts."""
     reasons: tuple[Reason, ...] = ()
 
     def capped(self, cap: int, why: str) -> Block:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from thor_dflash.core.results import DraftSource
 from thor_dflash.plugins.accept.record import STRICT
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import NO_TAIL, Block, DecodeProgress, DraftTail
 from thor_dflash.runtime.decoding.lookup import (
     NO_TEXTS,
     LookupDraft,
@@ -117,6 +117,13 @@ class DraftChoice:
         self._drafter = False
         return best
 
+    def tail(self, drafts: int) -> DraftTail:
+        """What the best text has behind so many drafts of the drafter, if these follow it."""
+        if not self._drafts or self._forced > drafts:
+            return NO_TAIL
+        best = self._drafts[0]
+        return DraftTail(best.tokens[drafts - self._forced :], best.source)
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Take note of what that block committed."""
         if self._drafter:
@@ -166,7 +173,8 @@ class DraftChooser:
         full = block.cap == model.block
         found = self._choice.choose(block.forced, count, drafter=block.draft, full=full)
         if found is None:
-            return self.drafter.propose(model, progress, block)
+            tail = self._choice.tail(model.drafts)
+            return self.drafter.propose(model, progress, replace(block, tail=tail))
         model.write_tokens([progress.last, *block.forced, *found.tokens])
         return Proposal(len(block.forced) + len(found.tokens), source=found.source)
 

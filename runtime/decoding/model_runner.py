@@ -81,6 +81,9 @@ class ModelRunner:
         drafter = manifest.drafter
         self.chained = manifest.own_drafter == "mtp"
         """The drafter is an MTP layer: it drafts one token after another, from normed rows."""
+        self.drafts = min(drafter.block, block) - 1 if drafter else 0
+        """Tokens that the drafter drafts for a block; those behind them are the host's."""
+        self.wide = not self.chained and 0 < self.drafts < block - 1
         names = self._steps()
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
@@ -125,6 +128,7 @@ class ModelRunner:
             names += ["propose_sampled"]
         elif self.manifest.drafter:
             names += ["sample_drafts"]
+            rejection &= not self.wide
             names += ["sample_drafts_rejection", "accept_rejection"] * rejection
         return names
 
@@ -299,12 +303,18 @@ class ModelRunner:
         # With a shape, as the state may have been swapped in since the last run copied it out.
         return self.engine.read(hidden, hidden.spec.at({}))
 
-    def chain(
-        self, following: Sequence[int], ids: Sequence[int], drafts: int, context: int
-    ) -> None:
-        """Write what `propose` of an MTP layer reads: the held rows, of which the last stay held,
-        and `ids`, the block's tokens or -1 where one of the `drafts` is wanted. `following`: the
-        newest tokens, each the one after a held row; as many or more.
+    def write_ids(self, tokens: Sequence[int], tail: Sequence[int]) -> None:
+        """Write the block for a drafter that fills the places of its drafts: the last committed
+        token and forced ids, and the `tail` behind its last draft.
+        """
+        ids = [*tokens, *[-1] * (self.drafts + 1 - len(tokens)), *tail, *[0] * self.block]
+        self._set("block_ids", *ids[: self.block])
+        if "drafter.forced" in self._inputs:  # read by a selector, in a block of the drafter's
+            self._set("drafter.forced", *[*tokens[1:], *[-1] * self.block][: self.drafts + 1])
+
+    def chain(self, following: Sequence[int], context: int) -> None:
+        """Write what `propose` of an MTP layer reads: the held rows, of which the last stay held.
+        `following`: the newest tokens, each the one after a held row; as many or more.
         """
         rows, length = np.concatenate(self.state.behind), self.state.length
         following = following[-len(rows) :]
@@ -317,9 +327,8 @@ class ModelRunner:
         self._set("following", *following, *[0] * (self.block - len(rows)))
         self._set("drafter.row", len(rows) - 1)
         self._set("drafter.length", length - len(rows) + 1)
-        for step in range(1, drafts):
+        for step in range(1, self.drafts):
             self._set(f"drafter.length.{step}", length + step)
-        self._set("ids", *[*ids, *[0] * self.block][: self.block])
         # Index 0 has no row: a row has a token and the target's row before it.
         self.write_first(context, least=1)
 

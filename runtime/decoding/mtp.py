@@ -53,16 +53,14 @@ class MtpDrafter:
         model.hold_prefilled()
         if not block.draft or not model.state.behind:
             return undrafted(model, progress, block)
-        drafter = model.manifest.drafter
-        assert drafter is not None
-        drafts = min(drafter.block, model.block) - 1
-        free = [-1] * (drafts - len(block.forced))
+        tail = block.tail
         held = sum(map(len, model.state.behind))
         newest = [*progress.prompt[-held:], *progress.tokens[-held:]]
-        ids = [progress.last, *block.forced, *free]
-        model.chain(newest, ids, drafts, self.config.context)
+        model.chain(newest, self.config.context)
+        model.write_ids([progress.last, *block.forced], tail.ids)
         self._drafted = True
-        return Proposal(drafts, (model.call("propose_sampled" if block.sampled else "propose"),))
+        call = model.call("propose_sampled" if block.sampled else "propose")
+        return Proposal(model.drafts + len(tail.ids), (call,), tail=tail)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer."""

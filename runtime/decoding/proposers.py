@@ -9,7 +9,7 @@ from typing import Protocol
 from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.results import DraftSource
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress
+from thor_dflash.runtime.decoding.block import NO_TAIL, Block, DecodeProgress, DraftTail
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
 
@@ -27,6 +27,8 @@ class Proposal:
     leave in `draft.candidates` and `draft.scores` (operator `sample`). Any other draft is a point
     mass: it is accepted if the target's own draw equals it."""
     source: DraftSource = "drafter"
+    tail: DraftTail = NO_TAIL
+    """The last of the drafts, if a text continues the drafter's."""
 
 
 class Proposer(Protocol):
@@ -106,11 +108,14 @@ class DflashDrafter:
         model.catch_up()
         model.write_last(progress.last)
         model.write_first(self.config.context)
-        drafts = model.block - 1
+        drafts, tail = model.drafts, block.tail
+        if model.wide:
+            model.write_ids([progress.last, *block.forced], tail.ids)
         if not block.sampled:
-            return Proposal(drafts, (model.call("propose"),))
-        draw = model.call("sample_drafts" + "_rejection" * block.rejection)
-        return Proposal(drafts, (model.call("propose"), draw), drafts * block.rejection)
+            return Proposal(drafts + len(tail.ids), (model.call("propose"),), tail=tail)
+        rejection = block.rejection and not model.wide
+        calls = model.call("propose"), model.call("sample_drafts" + "_rejection" * rejection)
+        return Proposal(drafts + len(tail.ids), calls, drafts * rejection, tail=tail)
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         if not block.draft:

@@ -10,7 +10,15 @@ from typing import Literal
 
 from thor_dflash.core.results import DraftCounts, DraftSource, Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason, Sampling
+from thor_dflash.runtime.decoding.block import (
+    NO_TAIL,
+    Block,
+    BlockPhase,
+    DecodeProgress,
+    DraftTail,
+    Reason,
+    Sampling,
+)
 
 CloseKind = Literal["", "natural", "soft", "hard", "call"]
 
@@ -62,6 +70,16 @@ class BlockDrafts:
     """Tokens; without forced ids."""
     accepted: int
     """Of them, those that were committed."""
+    tail: BlockDrafts | None = None
+    """What a text had behind the drafter's last draft; not counted above."""
+
+
+def _by_source(source: DraftSource, drafted: int, accepted: int, tail: DraftTail) -> BlockDrafts:
+    if not tail.ids:
+        return BlockDrafts(source, drafted, accepted)
+    own = drafted - len(tail.ids)
+    behind = BlockDrafts(tail.source, len(tail.ids), max(0, accepted - own))
+    return BlockDrafts(source, own, min(accepted, own), behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +174,10 @@ class RequestMeter:
         count: int,
         drafted: int,
         source: DraftSource = "drafter",
+        tail: DraftTail = NO_TAIL,
     ) -> None:
         """Count a committed block, `drafted` rows of which held a draft of this source or a forced
-        id instead.
+        id instead, the last ones a `tail`.
         """
         now = time.perf_counter()
         forced = [token >= 0 for token in block.forced]
@@ -172,7 +191,7 @@ class RequestMeter:
                 self._note(reason)
         part = PhaseTotals(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
         self.parts[block.phase] = self.parts.get(block.phase, PhaseTotals()).plus(part)
-        self.drafts.append(BlockDrafts(source, drafts, accepted))
+        self.drafts.append(_by_source(source, drafts, accepted, tail))
         self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts
@@ -202,6 +221,9 @@ class RequestMeter:
             if one.drafted:
                 counts = DraftCounts(1, one.drafted, one.accepted)
                 found[one.source] = found.get(one.source, DraftCounts()).plus(counts)
+            if (tail := one.tail) is not None:
+                counts = DraftCounts(0, tail.drafted, tail.accepted)
+                found[tail.source] = found.get(tail.source, DraftCounts()).plus(counts)
         return found
 
     def report(

@@ -249,8 +249,10 @@ class CudaBench:
                 if port in inputs:
                     rows = inputs[port].spec.at({})[0]
                     self.engine.write(inputs[port], self._ids(length, rows))
-            if "ids" in inputs:
-                self.engine.write(inputs["ids"], np.array([1, *[-1] * (self.block - 1)], np.int32))
+            if "block_ids" in inputs:
+                self.engine.write(
+                    inputs["block_ids"], np.array([1, *[-1] * (self.block - 1)], np.int32)
+                )
         # An excerpt, when replayed, does not send what the host wrote; a read does.
         self.engine.read(self.call("verify").inputs["length"])
 

@@ -142,7 +142,10 @@ def mutate(key: str, value: object, where: str = "drafter") -> Callable[[Path, P
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BuildConfig(block=17), r"build.block must be <= 16, the drafter's \(got 17\)"),
+        (
+            BuildConfig(block=18, engine="tensorrt"),
+            r"build.block must be <= 16, the drafter.s, for engine tensorrt \(got 18\)",
+        ),
         (BuildConfig(block=7), r"build.block must be a multiple of 2 .* 6 value heads .*\(got 7\)"),
         (BuildConfig(capacity=17), r"build.capacity must be 18 to \d+.* \(got 17\)"),
         (BuildConfig(capacity=10**9), r"max_position_embeddings \(got 1000000000\)"),

@@ -143,9 +143,8 @@ class ForcedRuns(Policy):
         at, ids = len(progress.tokens), self._ids
         run = tuple(ids.get(at + i, -1) for i in range(block.cap))
         end = run.index(-1) if -1 in run else len(run)
-        if end:
-            return block.forcing(run[:end], "test")
-        ahead = next((i for i, token in enumerate(run) if token >= 0), block.cap)
+        ahead = next((i for i, token in enumerate(run) if i >= end and token >= 0), block.cap)
+        block = block.forcing(run[:end], "test") if end else block
         return block.capped(max(1, ahead), "test")
 
 
