@@ -7,7 +7,7 @@ name. So any part can be made by itself, and a value depends on the name alone.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -16,6 +16,8 @@ import numpy as np
 
 from thor_dflash.builders.checkpoint.drafter import DrafterCheckpoint, drafter_layout
 from thor_dflash.builders.checkpoint.expected_tensors import ExpectedTensors, check
+from thor_dflash.builders.checkpoint.mtp import PREFIX as MTP
+from thor_dflash.builders.checkpoint.mtp import mtp_layout
 from thor_dflash.builders.checkpoint.shards import Shards, TensorEntry
 from thor_dflash.builders.checkpoint.target import (
     HEAD,
@@ -31,9 +33,9 @@ PERIOD = 1_000_003
 PLACE = Path("random values")
 
 
-def random_target(dims: TargetDims) -> TargetCheckpoint:
+def random_target(dims: TargetDims, *, mtp: bool = False) -> TargetCheckpoint:
     """Return a target whose tensors are those of `RandomReader`, with the multimodal model's
-    names. It has no vision tower and no MTP head.
+    names. It has no vision tower, and an MTP layer only if wanted.
     """
     prefix = PREFIXES[0]
 
@@ -41,21 +43,28 @@ def random_target(dims: TargetDims) -> TargetCheckpoint:
         return HEAD if name == HEAD else prefix + name
 
     layout = target_layout(dims)
-    shards = _shards(layout, stored_name)
-    linears = check(shards, layout, stored_name)
-    return TargetCheckpoint(PLACE, dims, prefix, (), shards, linears)
+    shapes = _shapes(layout, stored_name)
+    further = _shapes(mtp_layout(dims), lambda name: MTP + name) if mtp else {}
+    shards = _shards({**shapes, **further})
+    linears = check(shards, layout, stored_name, besides=further)
+    return TargetCheckpoint(PLACE, dims, prefix, tuple(further), shards, linears)
 
 
 def random_drafter(dims: DrafterDims) -> DrafterCheckpoint:
     """Return a drafter whose tensors are those of `RandomReader`."""
     layout = drafter_layout(dims)
-    shards = _shards(layout, str)
+    shards = _shards(_shapes(layout, str))
     return DrafterCheckpoint(PLACE, dims, shards, check(shards, layout, str))
 
 
-def _shards(layout: ExpectedTensors, stored_name: Callable[[str], str]) -> Shards:
+def _shapes(
+    layout: ExpectedTensors, stored_name: Callable[[str], str]
+) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {stored_name(n): s for n, s in layout.tensors.items()}
-    shapes |= {f"{stored_name(name)}.weight": s for name, s in layout.matrices.items()}
+    return shapes | {f"{stored_name(name)}.weight": s for name, s in layout.matrices.items()}
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]]) -> Shards:
     stored: dict[str, TensorEntry] = {}
     at = 0
     for name, shape in sorted(shapes.items()):

@@ -79,11 +79,6 @@ class ModelRunner:
         changed after it.
         """
         drafter = manifest.drafter
-        self.chained = manifest.own_drafter == "mtp"
-        """The drafter is an MTP layer: it drafts one token after another, from normed rows."""
-        self.drafts = min(drafter.block, block) - 1 if drafter else 0
-        """Tokens that the drafter drafts for a block; those behind them are the host's."""
-        self.wide = not self.chained and 0 < self.drafts < block - 1
         names = self._steps()
         self.graphs: dict[str, Graph] = {
             self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
@@ -102,6 +97,7 @@ class ModelRunner:
         for step, graph in self.graphs.items():
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
+        self.state.taps = self._inputs["taps"] if self.chained else None
         self._images: PromptImages | None = None
         """Those of the prompt that is read."""
         self._written: tuple[int, ...] = ()
@@ -113,6 +109,22 @@ class ModelRunner:
         engine.prepare(list(self._calls.values()))
         if drafter:
             self.write_windows(0, 0)
+
+    @property
+    def chained(self) -> bool:
+        """The drafter is an MTP layer: it drafts one token after another, from normed rows."""
+        return self.manifest.own_drafter == "mtp"
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that the drafter drafts for a block; those behind them are the host's."""
+        drafter = self.manifest.drafter
+        return min(drafter.block, self.block) - 1 if drafter else 0
+
+    @property
+    def wide(self) -> bool:
+        """A block has rows behind those of a DFlash drafter."""
+        return not self.chained and 0 < self.drafts < self.block - 1
 
     def _steps(self) -> list[str]:
         """The graphs that are loaded at once."""
@@ -290,12 +302,16 @@ class ModelRunner:
             self.engine.run([self.call(CHUNKED, size)])
         self.state.behind.clear()
 
-    def hold_prefilled(self) -> None:
-        """Hold the last row of the prompt for an MTP layer, if it holds none yet: until now the
-        token after it was not known.
+    def settle(self) -> None:
+        """Hold what an MTP layer has yet to take in before a step overwrites it: rows of the last
+        verify, or the last one of the prompt, as until now the token after it was not known.
         """
-        if not self.state.behind and self.state.length:
-            self.state.behind.append(self._hidden())
+        state = self.state
+        if state.fresh:
+            state.behind.append(state.read_fresh())
+            state.fresh = 0
+        elif not state.behind and state.length:
+            state.behind.append(self._hidden())
 
     def _hidden(self) -> Array:
         """The target's last prefilled row, normed, [1, H]."""
@@ -313,9 +329,24 @@ class ModelRunner:
             self._set("drafter.forced", *[*tokens[1:], *[-1] * self.block][: self.drafts + 1])
 
     def chain(self, following: Sequence[int], context: int) -> None:
-        """Write what `propose` of an MTP layer reads: the held rows, of which the last stay held.
-        `following`: the newest tokens, each the one after a held row; as many or more.
+        """Write what `propose` of an MTP layer reads, if it has yet to take in rows. `following`:
+        the newest tokens, each the one after such a row; as many or more.
         """
+        state, length = self.state, self.state.length
+        if state.behind or not state.fresh:
+            self.settle()
+            self._write_held(following)
+        count = state.fresh or len(state.behind[0])  # fresh rows lie where a verify left them
+        self._set("following", *following[-count:], *[0] * (self.block - count))
+        self._set("drafter.row", count - 1)
+        self._set("drafter.length", length - count + 1)
+        for step in range(1, self.drafts):
+            self._set(f"drafter.length.{step}", length + step)
+        # Index 0 has no row: a row has a token and the target's row before it.
+        self.write_first(context, least=1)
+
+    def _write_held(self, following: Sequence[int]) -> None:
+        """Write the last held rows, which stay held; take in those before them."""
         rows, length = np.concatenate(self.state.behind), self.state.length
         following = following[-len(rows) :]
         while len(rows) > self.block:
@@ -324,13 +355,6 @@ class ModelRunner:
             rows, following = rows[len(part) :], following[len(part) :]
         self.state.behind[:] = [rows]
         self.engine.write(self._inputs["taps"], rows)
-        self._set("following", *following, *[0] * (self.block - len(rows)))
-        self._set("drafter.row", len(rows) - 1)
-        self._set("drafter.length", length - len(rows) + 1)
-        for step in range(1, self.drafts):
-            self._set(f"drafter.length.{step}", length + step)
-        # Index 0 has no row: a row has a token and the target's row before it.
-        self.write_first(context, least=1)
 
     def _take_in(self, start: int, rows: Array, following: Sequence[int]) -> None:
         """Put rows of an MTP layer into its ring from an index on, with the token after each."""

@@ -24,9 +24,9 @@ from thor_dflash.runtime.engines.protocol import Call
 class MtpDrafter:
     """The package's MTP layer.
 
-    Its row for a token needs the token and the target's row before it, so committed rows are held
-    until the token after the last of them is known: when it next drafts. They are held on the host,
-    where a snapshot finds them.
+    Its row for a token needs the token and the target's row before it, so committed rows wait until
+    the token after the last of them is known: until it next drafts. They stay where the verify left
+    them, or are held on the host if another proposer drafts before.
     """
 
     config: DraftConfig = NO_DRAFT_LIMITS
@@ -50,11 +50,10 @@ class MtpDrafter:
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer. The first token of a prompt of one has no row before it to draft from."""
-        model.hold_prefilled()
-        if not block.draft or not model.state.behind:
+        state, tail = model.state, block.tail
+        if not block.draft or not state.length:
             return undrafted(model, progress, block)
-        tail = block.tail
-        held = sum(map(len, model.state.behind))
+        held = sum(map(len, state.behind)) + state.fresh or 1
         newest = [*progress.prompt[-held:], *progress.tokens[-held:]]
         model.chain(newest, self.config.context)
         model.write_ids([progress.last, *block.forced], tail.ids)
@@ -64,7 +63,8 @@ class MtpDrafter:
 
     def observe(self, model: ModelRunner, block: Block) -> Sequence[Call]:
         """See Proposer."""
-        model.hold_prefilled()  # before `committed` holds the rows behind it
+        if not self._drafted:
+            model.settle()
         return ()
 
     def committed(self, model: ModelRunner, block: Block, count: int) -> None:
@@ -72,7 +72,7 @@ class MtpDrafter:
         if self._drafted:
             model.state.behind.clear()
         self._drafted = False
-        model.hold(count)
+        model.state.fresh = count
 
 
 def own_drafter(manifest: Manifest, config: DraftConfig = NO_DRAFT_LIMITS) -> Proposer:

@@ -57,6 +57,10 @@ class SequenceState:
         """First position in the drafter's rings; earlier ones were never written there."""
         self.behind: list[Array] = []
         """Taps of the newest committed rows, which the drafter has yet to take in."""
+        self.taps: Tensor | None = None
+        """Where a verify leaves its taps, if they may stay there after a commit."""
+        self.fresh = 0
+        """Rows there that were committed and that the drafter has yet to take in."""
         self._verified = 0
         """Rows of the last verify that may still be committed."""
         self._open = False
@@ -90,14 +94,14 @@ class SequenceState:
     def resume(self, length: int) -> None:
         """Begin a sequence of which the tensors hold the first `length` tokens, all prefilled."""
         self.length, self.accepted, self._verified, self.first = length, 0, 0, 0
-        self.behind = []
+        self.behind, self.fresh = [], 0
         self._open = False
         self.begun += 1
         self.log.forget()
 
     def verified(self, rows: int) -> None:
         """Note that a verify ran: it folded the accepted records, and `rows` may be committed."""
-        self.accepted = 0
+        self.accepted = self.fresh = 0
         self._verified = rows
         self._open = False
 
@@ -128,7 +132,13 @@ class SequenceState:
             for name, tensor in self.tensors.items()
             if self.accepted or not is_record(name)
         }
-        return Snapshot(self.length, self.accepted, arrays, self.first, tuple(self.behind))
+        behind = tuple(self.behind) + ((self.read_fresh(),) if self.fresh else ())
+        return Snapshot(self.length, self.accepted, arrays, self.first, behind)
+
+    def read_fresh(self) -> Array:
+        """Copy the `fresh` rows."""
+        assert self.taps is not None, "fresh rows without taps"
+        return self._engine.read(self.taps, (self.fresh, *self.taps.spec.at({})[1:]))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, exactly as its sequence would have."""
@@ -138,7 +148,7 @@ class SequenceState:
         for name, array in snapshot.arrays.items():
             self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
-        self.first, self.behind = snapshot.first, list(snapshot.behind)
+        self.first, self.behind, self.fresh = snapshot.first, list(snapshot.behind), 0
         self._open = False
 
     def layout(self, length: int) -> dict[str, TensorSpec]:

@@ -116,6 +116,7 @@ def synth(sub: argparse.ArgumentParser) -> None:
     """Add the options of `synth`."""
     _add(sub, "--shape NAME", "the model, as qwen3.6-27b; another name lists all", required=True)
     _add(sub, "--drafter", "its drafter instead of the target")
+    _add(sub, "--mtp", "with the target's MTP layer")
     _add(sub, "--layers N", "only so many of the target's layers (default: all)")
     _add(sub, "--out DIR", "new directory for the checkpoint")
     _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")

@@ -68,7 +68,8 @@ class BuildConfig:
     engine: Literal["ort", "cuda", "tensorrt"] = "ort"
     """Engine that the package is for; ort is ONNX Runtime on the CPU, for tests."""
     block: Count = 0
-    """Rows of the verify block; 0: the drafter's, or 16 without a drafter."""
+    """Rows of the verify block; 0: the drafter's, or 16 without a drafter. Rows above the drafter's
+    hold what a text has behind its drafts, for engines ort and cuda."""
     drafts: Positive = 3
     """Tokens that an MTP layer drafts for a block, each by a step of its own; only with drafter
     mtp."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from thor_dflash.builders.checkpoint.mtp import read_mtp
 from thor_dflash.calib.synthetic import shapes
 from thor_dflash.cli import main
 
@@ -25,9 +26,11 @@ def test_what_is_written_can_be_quantised(
     tiny = replace(shapes.target_shape("qwen3.5-9b", 4), vocab=512, hidden=64, intermediate=64)
     monkeypatch.setattr("thor_dflash.calib.synthetic.shapes.TARGETS", {"tiny": tiny})
     out, again = tmp_path / "bf16", tmp_path / "nvfp4"
-    assert main.main(["synth", "--shape", "tiny", "--out", str(out)]) == 0
+    assert main.main(["synth", "--shape", "tiny", "--mtp", "--out", str(out)]) == 0
     assert "random values" in capsys.readouterr().out
     assert main.main(["quantize", "--target", str(out), "--out", str(again)]) == 0
+    assert read_mtp(again, 3).dims.hidden == 64, "the MTP layer is kept as it is"
     assert main.main(["synth", "--shape", "tiny", "--out", str(out)]) == 2
+    assert main.main(["synth", "--shape", "tiny", "--drafter", "--mtp", "--plan"]) == 2
     assert main.main(["synth", "--shape", "tiny"]) == 2
     assert "--out must be given" in capsys.readouterr().err

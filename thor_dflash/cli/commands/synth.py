@@ -35,12 +35,15 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     if settings.preset == "auto":
         settings = replace(settings, preset="keep")
     source: TargetCheckpoint | DrafterCheckpoint
+    if args.drafter and args.mtp:
+        raise ConfigError("--mtp must go with a target (got --drafter)")
     if args.drafter:
         sizes = shapes.drafter_shape(args.shape, args.layers)
         source, made = random_tensors.random_drafter(sizes), shapes.drafter_config(sizes)
     else:
         dims = shapes.target_shape(args.shape, args.layers)
-        source, made = random_tensors.random_target(dims), shapes.target_config(dims)
+        source = random_tensors.random_target(dims, mtp=args.mtp)
+        made = shapes.target_config(dims)
     plan = make_plan(source, settings, from_quantised=False)
     text = plan_report.table(plan)
     if out is not None:
