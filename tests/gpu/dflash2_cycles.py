@@ -29,13 +29,15 @@ from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 ROUNDS = 3
 FIRST, SECOND = "qwen3.6-27b", "qwen3.8-27b"
 PACKAGES = {
-    "DFlash, 16 rows, 64k": (FIRST, True, False),
-    "DFlash2, 8 rows, 64k": (SECOND, True, False),
-    "DFlash2, 8 rows, all ids": (SECOND, False, False),
-    "MTP, 3 drafts, 64k": (FIRST, True, True),
-    "MTP, 3 drafts, all ids": (FIRST, False, True),
+    "DFlash, 16 rows, 64k": (FIRST, True, False, 0),
+    "DFlash2, 8 rows, 64k": (SECOND, True, False, 0),
+    "DFlash2, 8 rows, all ids": (SECOND, False, False, 0),
+    "DFlash2, 8 of 16 rows, 64k": (SECOND, True, False, 16),
+    "MTP, 3 drafts, 64k": (FIRST, True, True, 0),
+    "MTP, 3 drafts, all ids": (FIRST, False, True, 0),
 }
-"""Name -> shape, whether the drafter has a reduced vocabulary, and whether it is the MTP layer."""
+"""Name -> shape, whether the drafter has a reduced vocabulary, whether it is the MTP layer, and the
+rows of a verify, 0 for the drafter's."""
 PARTS = (
     "linear",
     "head",
@@ -65,14 +67,14 @@ def times(bench: CudaBench) -> dict[str, float]:
     return found
 
 
-def measure(reporter: Reporter) -> list[tuple[object, ...]]:
-    """The table: a row for each figure, a column for each package."""
+def measure(reporter: Reporter, count: int) -> list[tuple[object, ...]]:
+    """The table: a row for each figure, a column for each package; medians of `count` rounds."""
     rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for _ in range(ROUNDS):
+    for _ in range(count):
         for name, made in PACKAGES.items():
-            shape, reduced, mtp = made
+            shape, reduced, mtp, block = made
             with (
-                opened(shape, reduced, reporter, mtp=mtp) as bench,
+                opened(shape, reduced, reporter, mtp=mtp, block=block) as bench,
                 reporter.task(f"measuring {name}"),
             ):
                 found = {**times(bench), **facts(bench)}
@@ -107,9 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args(arguments)
     reporter = choose(sys.stderr)
-    rows = measure(reporter)
+    rows = measure(reporter, args.rounds)
     reporter.close()
     script.show([("cycles", rows)], as_json=args.json)
     return 0

@@ -19,11 +19,14 @@ from thor_dflash.runtime.measure.random_weights import RandomWeights
 
 @contextmanager
 def opened(
-    shape: str, reduced: bool, reporter: Reporter, *, mtp: bool = False
+    shape: str, reduced: bool, reporter: Reporter, *, mtp: bool = False, block: int = 0
 ) -> Iterator[CudaBench]:
-    """An open package of random weights; with `mtp` its drafter is the target's MTP layer."""
+    """An open package of random weights; with `mtp` its drafter is the target's MTP layer. `block`:
+    rows of a verify, 0 for the drafter's.
+    """
     variant = next(variants(Config(), ablations=False))
-    variant = replace(variant, build=replace(variant.build, engine="cuda", vision="off"))
+    own = replace(variant.build, engine="cuda", vision="off", block=block)
+    variant = replace(variant, build=own)
     cubins = variant.engine.cubins_directory
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
