@@ -93,9 +93,9 @@ def documents(tokenizer_file: Path, count: int, tag: str, workers: int) -> list[
     share = (count + workers - 1) // workers
     jobs = [(tokenizer_file, tag, w * share, min(count, (w + 1) * share)) for w in range(workers)]
     if workers == 1:
-        return _slice(jobs[0])
+        return draw_documents(jobs[0])
     with ProcessPoolExecutor(workers) as pool:
-        return [doc for part in pool.map(_slice, jobs) for doc in part]
+        return [doc for part in pool.map(draw_documents, jobs) for doc in part]
 
 
 def pack(docs: list[Document], seed: int) -> Rows:
@@ -155,7 +155,8 @@ def given(doc: Document, close: list[int]) -> list[int]:
     return ids[: int(forced[0]) + len(close)] if len(forced) else ids[: doc.prompt]
 
 
-def _slice(job: tuple[Path, str, int, int]) -> list[Document]:
+def draw_documents(job: tuple[Path, str, int, int]) -> list[Document]:
+    """Draw a part of the documents: tokenizer file, tag, first and end."""
     tokenizer_file, tag, start, stop = job
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     return [document(tokenizer, TURNS[i % len(TURNS)], f"{tag}{i}") for i in range(start, stop)]

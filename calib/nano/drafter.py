@@ -8,6 +8,7 @@ multiply by w (not 1 + w). Source: spec of the drafter; the forward pass of z-la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -162,3 +163,53 @@ class NanoDrafter(nn.Module):
             mask = rows.full if full else rows.sliding
             x = layer(x, context, pos, rows.pos, mask, quant)
         return norm0(x, self.norm.weight, self.dims.eps)
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """Packed rows that a drafter learns from."""
+
+    ids: Tensor
+    """[B, T]."""
+    pos: Tensor
+    """[B, T] positions inside the document."""
+    answer: Tensor
+    """[B, T] True where a draft may start."""
+    taps: Tensor
+    """[B, T, 3 * D] of the target."""
+
+
+def draw_anchors(answer: Tensor, count: int) -> Tensor:
+    """Draw indices [B, N] of packed rows where a draft may start."""
+    return torch.topk(torch.rand(answer.shape, device=answer.device) * answer, count, dim=1).indices
+
+
+def block_loss(
+    model: NanoDrafter,
+    table: Tensor,
+    rows: ContextRows,
+    anchors: Tensor,
+    mask_id: int,
+    entropy: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Loss of the blocks behind anchors [B, N], later rows weighted less. ``table`` is the target's
+    embedding, ``entropy`` the weighted mean cross entropy of hidden rows.
+    """
+    ids, answer, size = rows.ids, rows.answer, model.dims.block
+    decay = torch.exp(-torch.arange(size - 1, device=ids.device) / model.dims.gamma)
+    placed = blocks(model.dims, ids, rows.pos, anchors, mask_id)
+    out = model(table, rows.taps, rows.pos, placed, True)
+    hidden = out.unflatten(1, (-1, size))[:, :, 1:]
+    ahead = anchors[:, :, None] + torch.arange(1, size, device=ids.device)
+    inside = (ahead < ids.shape[1]) & answer.gather(
+        1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)
+    ).view(ahead.shape)
+    wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
+    # The first False in `answer` ends the document; later tokens belong to the next one.
+    weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
+    value = entropy(hidden, table, wanted, weight)
+    if model.candidate_selector is None:
+        return value
+    before = ids.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1))
+    chosen = (before.view(ahead.shape), wanted.view(ahead.shape), weight)
+    return value + model.candidate_selector.loss(hidden, table, *chosen)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,17 +17,24 @@ from torch import Tensor, nn
 
 from thor_dflash.calib.nano import checkpoint, corpus
 from thor_dflash.calib.nano.corpus import Document
-from thor_dflash.calib.nano.dims import NanoTargetDims, NanoTowerDims
-from thor_dflash.calib.nano.drafter import NanoDrafter
+from thor_dflash.calib.nano.dims import NanoDrafterDims, NanoTargetDims, NanoTowerDims, tap_layers
+from thor_dflash.calib.nano.drafter import ContextRows, NanoDrafter, block_loss, draw_anchors
 from thor_dflash.calib.nano.evaluate import GeneratedAnswer, accept_lengths, validity
-from thor_dflash.calib.nano.loop import TrainingRun, compile_layers, mean_loss, optimise
+from thor_dflash.calib.nano.loop import (
+    TrainingRun,
+    autocast,
+    compile_layers,
+    mean_loss,
+    optimise,
+)
 from thor_dflash.calib.nano.pictured_corpus import (
     LOOKS,
+    OTHER,
     PicturedDocument,
     PicturedRows,
+    draw_pictured,
     drawings,
     pack_pictured,
-    pictured_documents,
     prompt_ids,
     token_content,
     turns,
@@ -33,7 +42,7 @@ from thor_dflash.calib.nano.pictured_corpus import (
 from thor_dflash.calib.nano.rollout import RolloutImages, rollout
 from thor_dflash.calib.nano.target import PackedRows, packed_rows
 from thor_dflash.calib.nano.vision import ImageRows, NanoTower, PictureTable, SeeingTarget
-from thor_dflash.calib.planbench.drawing import LIDS, POWERS, SLOTS
+from thor_dflash.calib.planbench.drawing import LIDS, POWERS, SIDE, SLOTS
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
     SHOWN,
@@ -45,12 +54,12 @@ from thor_dflash.calib.planbench.pictured import (
 
 LONGEST = 768
 """Most tokens of a prompt and its answer."""
-TEXT = 0.3
+DRAFTER = Path("models/planner-nano/drafter")
+"""The drafter whose weights that of a target with a tower begins with."""
+TEXT = 0.2
 """Share of text documents."""
 PICTURES_PER_STEP = 512
 """Pictures of a step of the tower's own training."""
-Inputs = Callable[..., tuple[Tensor, PackedRows]]
-"""A batch of ids, positions and what belongs to images -> embedded tokens, and the packing."""
 
 
 class PictureProbe(nn.Module):
@@ -67,7 +76,7 @@ class PictureProbe(nn.Module):
         scores = self.read(self.visual(patches)).float().flatten(0, 1)
         wanted = content.flatten(0, 1)
         *kinds, looks = scores.split((*self.sizes, 2 * LOOKS), -1)
-        total = F.binary_cross_entropy_with_logits(looks, wanted[:, 3:].float()) * 8
+        total = F.binary_cross_entropy_with_logits(looks, wanted[:, 3:].float()) * 40
         for index, kind in enumerate(kinds):
             total = total + F.cross_entropy(kind, wanted[:, index].long())
         return total
@@ -91,7 +100,8 @@ def train_tower(run: TrainingRun) -> None:
     store = PictureTable(torch.from_numpy(pixels).to(run.device))
     shows = torch.from_numpy(token_content(content)).to(run.device)
     model = PictureProbe(NanoTowerDims()).to(run.device)
-    part = replace(run, rows=PICTURES_PER_STEP, seconds=run.tower_seconds, begin=0.0, finish=1.0)
+    checkpoint.load_master(model, run.work, "probe")
+    part = replace(run, rows=PICTURES_PER_STEP, seconds=run.tower_seconds)
     kept = max(1, len(pixels) // 50)
 
     def loss(index: Tensor) -> Tensor:
@@ -104,75 +114,149 @@ def train_tower(run: TrainingRun) -> None:
     checkpoint.save_master(model.visual, run.work, "tower")
 
 
+class SeeingPair(nn.Module):
+    """The target and its drafter, which learns from the target's taps while these change."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__()
+        self.target = SeeingTarget(NanoTargetDims(), NanoTowerDims())
+        # The steps of the optimiser are far too large for a tower that can see already.
+        self.target.visual.requires_grad_(False)
+        self.drafter = NanoDrafter(run.drafter_dims)
+
+
 def train_seeing(run: TrainingRun) -> None:
-    """Train the target with its tower. It begins with the weights of `run.start` and those that
-    `train_tower` saved.
+    """Train the target to use its tower, and the drafter with it. They begin with the weights of
+    `run.start`, of the exported drafter, and of the tower that `train_tower` saved.
+
+    The corpus is drawn while the layers are compiled.
     """
-    start = time.time()
+    start, pad = time.time(), run.tokenizer.token_to_id("<|image_pad|>")
+    with ProcessPoolExecutor(run.workers) as pool:
+        drawn = _corpus(run, pool)
+        pair = SeeingPair(run).to(run.device)
+        loss = _pair_loss(run, pair)
+        _compile(run, loss)
+        pair.zero_grad(set_to_none=True)
+        print(f"compiled: {time.time() - start:.0f} s", flush=True)
+        docs = [_weighted(doc) for part in drawn for doc in part.result()]
+        packed = pack_pictured(docs, 0, pad)
+    print(f"corpus: {len(packed.slot)} rows, {time.time() - start:.0f} s", flush=True)
+    store = PictureTable(torch.from_numpy(packed.pixels).to(run.device))
+    resumed = checkpoint.load_master(pair, run.work, "pair")
+    if not resumed:
+        _start(pair, run, store)
+    count = sum(p.numel() for p in pair.target.parameters())
+    print(f"target: {count:,} parameters, resumed: {resumed}", flush=True)
+    data = tensors(packed, (packed.rows.weight, packed.rows.answer), run.device)
+    optimise(run, pair, "pair", lambda *batch: loss(store, *batch), data)
+    checkpoint.save_master(pair.target, run.work, "seeing")
+    checkpoint.save_master(pair.drafter, run.work, pair.drafter.dims.stem)
+
+
+def _corpus(run: TrainingRun, pool: ProcessPoolExecutor) -> list[Future[list[Document]]]:
+    """Have documents drawn: pictured ones, and few in text."""
     file, tag = run.target_dir / "tokenizer.json", f"e{run.begin}/"
     few = round(TEXT * run.docs)
-    docs: list[Document] = list(pictured_documents(file, run.docs - few, tag, run.workers))
-    docs += corpus.documents(file, few, tag, run.workers)
-    packed = pack_pictured(docs, 0, run.tokenizer.token_to_id("<|image_pad|>"))
-    taken = time.time() - start
-    print(f"corpus: {len(docs)} documents, {len(packed.slot)} rows, {taken:.0f} s", flush=True)
-    model = SeeingTarget(NanoTargetDims(), NanoTowerDims()).to(run.device)
-    store = PictureTable(torch.from_numpy(packed.pixels).to(run.device))
-    resumed = checkpoint.load_master(model, run.work, "seeing")
-    if not resumed and run.start is not None:
-        _start(model, run, store)
-    count = sum(p.numel() for p in model.parameters())
-    print(f"target: {count:,} parameters, resumed: {resumed}", flush=True)
-    entropy = compile_layers(run, model.language_model.layers, mean_loss)
-    table = model.language_model.embed_tokens
+    found: list[Future[list[Document]]] = []
+    for draw, count in ((draw_pictured, run.docs - few), (corpus.draw_documents, few)):
+        share = -(-count // run.workers)
+        for first in range(0, count, share):
+            found.append(pool.submit(draw, (file, tag, first, min(count, first + share))))
+    return found
 
-    def loss(ids: Tensor, pos: Tensor, weight: Tensor, *images: Tensor) -> Tensor:
-        x, rows = inputs(model, store, ids, pos, *images)
-        hidden, _ = model.language_model(x, rows, run.quant)
+
+def _weighted(doc: Document) -> Document:
+    """A document in text with less weight, so that facts of pictures are most of the loss."""
+    if isinstance(doc, PicturedDocument):
+        return doc
+    return replace(doc, weight=2 * OTHER * doc.weight)
+
+
+def _pair_loss(run: TrainingRun, pair: SeeingPair) -> Callable[..., Tensor]:
+    """The loss of a batch: (pictures, ids, pos, weight, answer, turn, slot, shown) -> scalar."""
+    model, drafter = pair.target.language_model, pair.drafter
+    entropy = compile_layers(run, model.layers, mean_loss)
+    taps = tuple(tap_layers(model.dims.layers, drafter.dims.taps))
+    mask_id, table = run.tokenizer.token_to_id("<|audio_start|>"), model.embed_tokens
+
+    def loss(
+        store: PictureTable,
+        ids: Tensor,
+        pos: Tensor,
+        weight: Tensor,
+        answer: Tensor,
+        *images: Tensor,
+    ) -> Tensor:
+        ids, pos = ids.long(), pos.long()
+        x, rows = inputs(pair.target, store, ids, pos, *images)
+        hidden, kept = model(x, rows, run.quant, taps)
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
-        return entropy(hidden[:, :-1], table.weight, ids[:, 1:].long(), seen)
+        value = entropy(hidden[:, :-1], table.weight, ids[:, 1:], seen)
+        context = ContextRows(ids, pos, answer, torch.cat(kept, -1).detach())
+        anchors = draw_anchors(answer, run.anchors)
+        fixed = table.weight.detach()
+        return value + block_loss(drafter, fixed, context, anchors, mask_id, mean_loss)
 
-    optimise(run, model, "seeing", loss, tensors(packed, packed.rows.weight, run.device))
+    return loss
 
 
-def _start(model: SeeingTarget, run: TrainingRun, store: PictureTable) -> None:
-    """Take the weights of an exported target: with its tower if it has one, else with the tower
-    that was trained by itself, whose rows are made as large as embeddings.
+def _compile(run: TrainingRun, loss: Callable[..., Tensor]) -> None:
+    """Run a step on rows of nothing."""
+    size = (run.rows, corpus.ROW)
+    pos = torch.arange(corpus.ROW, device=run.device).expand(size)
+    store = PictureTable(torch.zeros(1, SIDE, SIDE, dtype=torch.uint8, device=run.device))
+    answer = torch.ones(size, dtype=torch.bool, device=run.device)
+    slot = torch.full(size, -1, device=run.device)
+    batch = (
+        torch.zeros_like(pos),
+        pos,
+        answer.float(),
+        answer,
+        pos[..., None].expand(*size, 3),
+        slot,
+    )
+    with autocast(run):
+        loss(store, *batch, torch.zeros(run.rows, 1, device=run.device)).backward()
+
+
+def _start(pair: SeeingPair, run: TrainingRun, store: PictureTable) -> None:
+    """Take the weights of an exported target, of an exported drafter, and of the tower that was
+    trained by itself. Its rows are made about as large as embeddings.
     """
-    assert run.start is not None
-    if (run.start / "preprocessor_config.json").exists():
-        checkpoint.load_exported(model, "model.", run.start)
-        return
-    checkpoint.load_exported(model.language_model, "model.", run.start)
-    if not checkpoint.load_master(model.visual, run.work, "tower"):
-        return
+    first = NanoDrafter(NanoDrafterDims()).to(run.device)
+    checkpoint.load_exported(first, "", DRAFTER)
+    _without_middle(first, pair.drafter)
+    if run.start is not None:
+        seeing = (run.start / "preprocessor_config.json").exists()
+        prefix = "model.language_model." if seeing else "model."
+        checkpoint.load_exported(pair.target.language_model, prefix, run.start)
+    visual = pair.target.visual
+    if not checkpoint.load_master(visual, run.work, "tower"):
+        raise ValueError(f"{run.work} must hold a tower, of the stage `tower` (got none)")
     with torch.no_grad():
         index = torch.arange(min(256, len(store.pixels)), device=run.device)
-        rows = model.visual(store.patches(index))
-        table = model.language_model.embed_tokens.weight
-        factor = table.square().mean().sqrt() / rows.square().mean().sqrt()
-        for part in model.visual.merger.linear_fc2.parameters():
+        rows = visual(store.patches(index))
+        table = pair.target.language_model.embed_tokens.weight
+        factor = 2 * table.square().mean().sqrt() / rows.square().mean().sqrt()
+        for part in visual.merger.linear_fc2.parameters():
             part.mul_(factor)
 
 
-def drafter_rows(run: TrainingRun, model: SeeingTarget) -> tuple[list[Tensor], Inputs]:
-    """Rows of the target's outputs and of the corpus, and how the target embeds them."""
-    file = run.target_dir / "tokenizer.json"
-    docs = seeing_documents(run, model)
-    docs += corpus.documents(file, run.rollouts // 4, "c", run.workers)
-    packed = pack_pictured(docs, 7, run.tokenizer.token_to_id("<|image_pad|>"))
-    print(f"drafter corpus: {len(docs)} documents, {len(packed.slot)} rows", flush=True)
-    store = PictureTable(torch.from_numpy(packed.pixels).to(run.device))
-
-    def embedded(*batch: Tensor) -> tuple[Tensor, PackedRows]:
-        return inputs(model, store, *batch)
-
-    return tensors(packed, packed.rows.answer, run.device), embedded
+def _without_middle(first: NanoDrafter, short: NanoDrafter) -> None:
+    """Give a drafter of fewer layers the weights of the first ones and of the last one."""
+    last, end = len(first.layers) - 1, len(short.layers) - 1
+    state = first.state_dict()
+    short.load_state_dict(
+        {n: state[n.replace(f"layers.{end}.", f"layers.{last}.")] for n in short.state_dict()}
+    )
 
 
-def tensors(packed: PicturedRows, third: np.ndarray, device: torch.device) -> list[Tensor]:
-    """The rows as the loop's data: ids, positions, a weight, and what `inputs` needs of images."""
-    parts = (packed.rows.ids, packed.rows.pos, third, packed.turn, packed.slot, packed.shown)
+def tensors(
+    packed: PicturedRows, more: tuple[np.ndarray, ...], device: torch.device
+) -> list[Tensor]:
+    """The rows as the loop's data: ids, positions, `more`, and what `inputs` needs of images."""
+    parts = (packed.rows.ids, packed.rows.pos, *more, packed.turn, packed.slot, packed.shown)
     return [torch.from_numpy(part).to(device) for part in parts]
 
 
@@ -276,24 +360,3 @@ def seeing_report(
     for name, numbers in result.items():
         print(name, " ".join(f"{k}={v:.3f}" for k, v in numbers.items()), flush=True)
     return result
-
-
-def seeing_documents(run: TrainingRun, model: SeeingTarget) -> list[Document]:
-    """Greedy outputs of the target on training prompts with pictures, as documents."""
-    file, pad = run.target_dir / "tokenizer.json", run.tokenizer.token_to_id("<|image_pad|>")
-    drawn = pictured_documents(file, run.rollouts, "r", run.workers)
-    close = run.tokenizer.encode(corpus.CLOSE).ids
-    made: list[Document] = []
-    start = time.time()
-    for first in range(0, len(drawn), 1024):
-        part = drawn[first : first + 1024]
-        prompts = [corpus.given(doc, close) for doc in part]
-        images = prompt_images(model, prompts, np.stack([doc.pixels for doc in part]), pad)
-        usable = run.tokenizer.get_vocab_size()
-        outputs = rollout(model.language_model, prompts, LONGEST, usable, _ends(run), images)
-        for doc, prompt, output in zip(part, prompts, outputs, strict=True):
-            ids = np.array(prompt + output, np.int16)
-            weight = np.ones(len(ids), np.float32)
-            made.append(PicturedDocument(ids, weight, len(prompt), doc.pixels, doc.content))
-    print(f"rollouts: {len(made)} outputs, {time.time() - start:.0f} s", flush=True)
-    return made

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from thor_dflash.calib.nano import checkpoint, corpus, evaluate, eyes
 from thor_dflash.calib.nano.dims import NanoTargetDims, NanoTowerDims, tap_layers
-from thor_dflash.calib.nano.drafter import NanoDrafter, blocks
+from thor_dflash.calib.nano.drafter import ContextRows, NanoDrafter, block_loss, draw_anchors
 from thor_dflash.calib.nano.loop import TrainingRun, compile_layers, mean_loss, optimise
 from thor_dflash.calib.nano.rollout import rollout
-from thor_dflash.calib.nano.target import NanoTarget, PackedRows, packed_rows
+from thor_dflash.calib.nano.target import NanoTarget, packed_rows
 from thor_dflash.calib.nano.tokenizer import SEEING_TEMPLATE, SPECIAL, train_tokenizer
 from thor_dflash.calib.nano.vision import SeeingTarget
 
@@ -131,43 +131,28 @@ def train_drafter(run: TrainingRun) -> None:
     """Train the drafter on greedy outputs of the frozen exported target; one in five documents is
     from the corpus instead.
     """
-    seeing = eyes.load_seeing(run) if run.eyes else None
-    target = load_target(run) if seeing is None else seeing.language_model
-    data, inputs = _rows(run, target) if seeing is None else eyes.drafter_rows(run, seeing)
+    if run.eyes:
+        raise ValueError("--stage drafter must go without --eyes: the stage target trains both")
+    target = load_target(run)
+    docs = target_documents(run, target) + corpus.documents(
+        run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers
+    )
+    rows = corpus.pack(docs, 7)
+    print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
+    data = [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)]
     model = _drafter(run)
     mask_id = run.tokenizer.token_to_id("<|audio_start|>")
     taps = tuple(tap_layers(target.dims.layers, model.dims.taps))
-    size = model.dims.block
     compile_layers(run, target.layers, mean_loss)
     entropy = compile_layers(run, model.layers, mean_loss)
-    decay = torch.exp(-torch.arange(size - 1, device=run.device) / model.dims.gamma)
 
-    selector = model.candidate_selector
-
-    def loss(ids: Tensor, pos: Tensor, answer: Tensor, *images: Tensor) -> Tensor:
+    def loss(ids: Tensor, pos: Tensor, answer: Tensor) -> Tensor:
         ids, pos = ids.long(), pos.long()
         with torch.no_grad():
-            x, packing = inputs(ids, pos, *images)
-            _, kept = target(x, packing, False, taps)
-        anchors = torch.topk(
-            torch.rand(ids.shape, device=ids.device) * answer, run.anchors, dim=1
-        ).indices
-        placed = blocks(model.dims, ids, pos, anchors, mask_id)
-        out = model(target.embed_tokens.weight, torch.cat(kept, -1), pos, placed, True)
-        hidden = out.unflatten(1, (-1, size))[:, :, 1:]
-        ahead = anchors[:, :, None] + torch.arange(1, size, device=ids.device)
-        inside = (ahead < ids.shape[1]) & answer.gather(
-            1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1)
-        ).view(ahead.shape)
-        wanted = ids.gather(1, ahead.clamp(max=ids.shape[1] - 1).flatten(1))
-        # The first False in `answer` ends the document; later tokens belong to the next one.
-        weight = inside.int().cumprod(-1) * decay * answer.gather(1, anchors)[..., None]
-        value = entropy(hidden, target.embed_tokens.weight, wanted, weight)
-        if selector is None:
-            return value
-        before = ids.gather(1, (ahead - 1).clamp(max=ids.shape[1] - 1).flatten(1))
-        chosen = (before.view(ahead.shape), wanted.view(ahead.shape), weight)
-        return value + selector.loss(hidden, target.embed_tokens.weight, *chosen)
+            _, kept = target(target.embed(ids), packed_rows(pos), False, taps)
+        anchors = draw_anchors(answer, run.anchors)
+        rows = ContextRows(ids, pos, answer, torch.cat(kept, -1))
+        return block_loss(model, target.embed_tokens.weight, rows, anchors, mask_id, entropy)
 
     optimise(run, model, model.dims.stem, loss, data)
 
@@ -176,26 +161,12 @@ def _drafter(run: TrainingRun) -> NanoDrafter:
     """The drafter with its master weights, or with those of the drafter that it begins as."""
     model = NanoDrafter(run.drafter_dims).to(run.device)
     resumed = checkpoint.load_master(model, run.work, model.dims.stem)
-    if (model.dims.second or run.eyes) and not resumed:
+    if model.dims.second and not resumed:
         # A DFlash2 drafter is one of DFlash until what it has besides has learnt something.
         checkpoint.load_exported(model, "", run.models / "drafter", partly=True)
     count = sum(p.numel() for p in model.parameters())
     print(f"drafter: {count:,} parameters, resumed: {resumed}", flush=True)
     return model
-
-
-def _rows(run: TrainingRun, target: NanoTarget) -> tuple[list[Tensor], eyes.Inputs]:
-    """Rows of a target's outputs and of the corpus, and how the target embeds them."""
-    docs = target_documents(run, target) + corpus.documents(
-        run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers
-    )
-    rows = corpus.pack(docs, 7)
-    print(f"drafter corpus: {len(docs)} documents, {len(rows.ids)} rows", flush=True)
-
-    def inputs(ids: Tensor, pos: Tensor) -> tuple[Tensor, PackedRows]:
-        return target.embed(ids), packed_rows(pos)
-
-    return [torch.from_numpy(a).to(run.device) for a in (rows.ids, rows.pos, rows.answer)], inputs
 
 
 def target_documents(run: TrainingRun, target: NanoTarget) -> list[corpus.Document]:
