@@ -13,7 +13,7 @@ from thor_dflash.builders.checkpoint.target import EMBEDDING, TargetCheckpoint
 from thor_dflash.calib.quantize import nvfp4
 from thor_dflash.calib.quantize.classes import class_of
 from thor_dflash.calib.quantize.plan import QuantizePlan
-from thor_dflash.calib.quantize.quantize import threads
+from thor_dflash.calib.quantize.quantize import processes
 from thor_dflash.calib.quantize.staged_checkpoint import RESERVE
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.progress import amount
@@ -113,7 +113,7 @@ def seconds(plan: QuantizePlan) -> float:
         scales = nvfp4.searched_scales(blocks, amax, factors)
     nvfp4.encode(blocks, scales, scale2)
     spent = time.thread_time() - begin
-    return spent / sample.size * weights / threads(plan.config)
+    return spent / sample.size * weights / processes(plan.config)
 
 
 def _numbers(plan: QuantizePlan, name: str) -> int:

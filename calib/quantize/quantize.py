@@ -7,12 +7,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from thor_dflash.calib.quantize.plan import QuantizePlan, WorkUnit
 from thor_dflash.calib.quantize.staged_checkpoint import Row, StagedCheckpoint
 from thor_dflash.calib.quantize.statistics import input_of
 from thor_dflash.calib.quantize.tensors import OutputTensor
+from thor_dflash.calib.quantize.unit_processes import Advance, run_units
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.quantize import QuantizeConfig
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.progress import Progress, ProgressTask
 from thor_dflash.core.tensors import DType
 
+P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -40,20 +42,24 @@ AHEAD = 4
 """Chunks of rows per thread that may wait to be written."""
 UNHASHED = 16
 """Parts of a tensor that may wait for their hash."""
-MOST_THREADS = 16
-"""More would wait for Python's lock: a chunk takes a millisecond, a tenth of it in Python."""
+MOST_PROCESSES = 16
+"""Each has some 40 MB, and more of them than this wait for the disk."""
+MOST_THREADS = 4
+"""More wait for Python's lock and are slower: measured on 64 cores."""
+SMALL = 1 << 26
+"""Bytes of a source for which processes are not worth their start."""
 
 
-def threads(config: QuantizeConfig) -> int:
-    """Return how many threads encode."""
-    return config.threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+def processes(config: QuantizeConfig) -> int:
+    """Return how many processes encode."""
+    return config.threads or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 @dataclass(slots=True)
 class Workers:
     """Threads that work on chunks in order. numpy's loops run beside each other."""
 
-    pool: ThreadPoolExecutor
+    pool: Executor
     count: int
 
     def each(self, work: Callable[[T], S], items: Iterable[T]) -> Iterator[S]:
@@ -65,6 +71,15 @@ class Workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+class _Inline(Executor):
+    """Runs at once what it is given: a process of several needs no threads."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = Future[T]()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 class _Output:
@@ -103,27 +118,69 @@ def quantize(
     done = stage.finished(progress)
     left = [unit for unit in plan.units if unit.label not in done]
     total = sum(unit.reads for unit in plan.units)
-    count = threads(plan.config)
+    count, reads = processes(plan.config), sum(unit.reads for unit in left)
+    with progress.task("quantising", total, "bytes") as task:
+        task.advance(total - reads)
+        if gpu or count == 1 or reads < SMALL:
+            rows = _in_threads(left, min(count, MOST_THREADS), plan, reader, stage, task, gpu)
+        else:
+            rows = _in_processes(left, count, plan, reader, stage, task)
+    done |= {row["unit"]: row for row in rows}
+    return tuple(done[unit.label] for unit in plan.units)
+
+
+def _in_processes(
+    left: Sequence[WorkUnit],
+    count: int,
+    plan: QuantizePlan,
+    reader: TensorReader,
+    stage: StagedCheckpoint,
+    task: ProgressTask,
+) -> list[Row]:
+    def work(unit: WorkUnit, advance: Advance) -> Row:
+        inline = _Inline()
+        row = _Runner(plan, stage, reader, Workers(inline, 1), inline, advance, None).run(unit)
+        stage.flush(row)
+        return row
+
+    rows: list[Row] = []
+
+    def finished(row: Row) -> None:
+        stage.note(row)
+        rows.append(row)
+
+    run_units(left, count, stage.leave_lock, work, task, finished)
+    return rows
+
+
+def _in_threads(
+    left: Sequence[WorkUnit],
+    count: int,
+    plan: QuantizePlan,
+    reader: TensorReader,
+    stage: StagedCheckpoint,
+    task: ProgressTask,
+    gpu: CudaEncoder | None,
+) -> list[Row]:
+    rows: list[Row] = []
     with (
         ThreadPoolExecutor(count) as pool,
         ThreadPoolExecutor(2) as disk,
         ThreadPoolExecutor(1) as hashing,
-        progress.task("quantising", total, "bytes") as task,
     ):
-        task.advance(total - sum(unit.reads for unit in left))
         runner = _Runner(plan, stage, reader, Workers(pool, count), hashing, task, gpu)
         flushed: Future[None] | None = None
         for unit, following in zip_longest(left, left[1:]):
             # While a unit is encoded, the disk writes the one before and reads the next one.
             if following:
                 disk.submit(reader.prefetch, runner.sources(following))
-            done[unit.label] = runner.run(unit)
+            rows.append(runner.run(unit))
             if flushed:
                 flushed.result()
-            flushed = disk.submit(stage.finish_unit, done[unit.label])
+            flushed = disk.submit(stage.finish_unit, rows[-1])
         if flushed:
             flushed.result()
-    return tuple(done[unit.label] for unit in plan.units)
+    return rows
 
 
 def encoder(plan: QuantizePlan) -> AbstractContextManager[CudaEncoder | None]:
@@ -145,7 +202,7 @@ class _Runner:
     workers: Workers
     hashing: Executor
     """Of one thread, so that the parts of a tensor keep their order."""
-    task: ProgressTask
+    task: Advance
     gpu: CudaEncoder | None
 
     def sources(self, unit: WorkUnit) -> list[str]:

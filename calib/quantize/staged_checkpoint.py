@@ -122,6 +122,13 @@ class StagedCheckpoint:
             os.close(handle)
         self._files, self._lock = {}, -1
 
+    def leave_lock(self) -> None:
+        """In a forked process: leave the lock to the first one alone, so that a run can continue as
+        soon as that is gone.
+        """
+        os.close(self._lock)
+        self._lock = -1
+
     @property
     def continues(self) -> bool:
         """Whether an earlier run has finished units of the same work."""
@@ -145,7 +152,7 @@ class StagedCheckpoint:
             self._dropped = len(rows) > 1
             for path in self.partial.iterdir():
                 path.unlink()
-            self._note({"key": self._key})
+            self.note({"key": self._key})
         self._check_disk()
         for shard in self._shards:
             handle = os.open(self.partial / shard.name, os.O_RDWR | os.O_CREAT, 0o644)
@@ -231,9 +238,13 @@ class StagedCheckpoint:
 
     def finish_unit(self, row: Row) -> None:
         """Flush what a unit wrote, then note it: {"unit", "tensors": {name: [bytes, sha256]}}."""
+        self.flush(row)
+        self.note(row)
+
+    def flush(self, row: Row) -> None:
+        """Have the disk hold what a unit wrote."""
         for file in {self._places[tensor][0] for tensor in row["tensors"]}:
             os.fsync(self._files[file])
-        self._note(row)
 
     def finish(self, files: Mapping[str, bytes]) -> None:
         """Write the small files and turn the directory into the checkpoint by one rename."""
@@ -264,7 +275,8 @@ class StagedCheckpoint:
         os.fsync(parent)
         os.close(parent)
 
-    def _note(self, row: Row) -> None:
+    def note(self, row: Row) -> None:
+        """Add a line to the journal."""
         with (self.partial / JOURNAL).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()

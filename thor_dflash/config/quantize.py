@@ -42,4 +42,4 @@ class QuantizeConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where NVFP4 is encoded; the bytes are the same."""
     threads: Count = 0
-    """CPU threads; 0: every core, at most 16."""
+    """CPU processes, or with a GPU threads; 0: one for each core, at most 16."""

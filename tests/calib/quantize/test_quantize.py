@@ -292,7 +292,7 @@ def test_a_run_killed_at_any_write_continues_to_the_same_bytes(
     monkeypatch.setattr("thor_dflash.calib.quantize.plan.SHARD_BYTES", 60_000)
     want = files(quantized(made, tmp_path / "whole", MODELOPT))
     left, stage = 0, staged_checkpoint.StagedCheckpoint
-    steps = {name: getattr(stage, name) for name in ("write", "finish_unit", "_note", "finish")}
+    steps = {name: getattr(stage, name) for name in ("write", "finish_unit", "note", "finish")}
 
     def cut(name: str) -> Any:
         def step(self: Any, *given: Any) -> None:
