@@ -30,6 +30,8 @@ MOST_RATIO = 200
 """Longest side of an image as it was sent, in shortest sides."""
 MOST_SCANS = 20
 """Scans of a progressive JPEG. Each costs as much time as the whole image; encoders write ten."""
+BAND = 1 << 18
+"""Pixels that are put on white at a time: Pillow holds the interpreter's lock meanwhile."""
 _SCAN = b"\xff\xda"
 
 
@@ -103,7 +105,7 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
     if kind == "jpeg" and (scans := data.count(_SCAN)) > MOST_SCANS:
         raise _refused("data", f"of at most {MOST_SCANS} scans", scans)
     with extra("images"):
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -116,9 +118,12 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
                     rule = "of 8 bits, grey or RGB, with or without transparency"
                     raise _refused("data", rule, image.mode)
                 image.load()
-                return _on_white(Image, ImageOps.exif_transpose(image))
+                ImageOps.exif_transpose(image, in_place=True)
+                return _on_white(Image, image)
     except RequestError:
         raise
+    except UnidentifiedImageError as e:  # its text has an address of this process
+        raise _refused("data", f"a {kind} image", "none") from e
     # Pillow raises many kinds for what is no image: OSError, ValueError, SyntaxError, struct.error.
     except Exception as e:
         raise RequestError(f"data must be a {kind} image (got: {show(str(e))})", "data") from e
@@ -127,10 +132,16 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
 def _on_white(library: Any, image: Any) -> NDArray[np.uint8]:
     """RGB pixels; what is transparent is white."""
     if image.mode in ("LA", "RGBA", "P") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = library.new("RGBA", image.size, "white")
-        image = library.alpha_composite(white, image)
-    return np.asarray(image.convert("RGB"))
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        whole = library.new("RGB", image.size)
+        width, height = image.size
+        rows = max(1, BAND // width)
+        for top in range(0, height, rows):
+            band = image.crop((0, top, width, min(top + rows, height)))
+            white = library.new("RGBA", band.size, "white")
+            whole.paste(library.alpha_composite(white, band).convert("RGB"), (0, top))
+        image = whole
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _resample(pixels: Array, size: tuple[int, int]) -> NDArray[np.uint8]:

@@ -120,8 +120,9 @@ def encode(request: messages.Request, options: Options) -> EncodedRequest:
             _check_value(known.encode_name, getattr(filled, known.name))
         raise
     if len(body) > options.max_message:
-        rule = f"be <= {options.max_message} bytes, as it is sent to the server"
-        raise PlanError("too_large", f"a request must {rule} (got {len(body)})")
+        rule = f"be <= {options.max_message} bytes as it is sent, Options.max_message"
+        hint = "the server's serve.max_message bounds that"
+        raise PlanError("too_large", f"a request must {rule} (got {len(body)}); {hint}")
     return EncodedRequest(id, body)
 
 

@@ -27,8 +27,6 @@ from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
 
-BODY_BYTES = 1 << 20
-"""Largest request body, bytes: as much as a plan server takes by default (serve.max_message)."""
 SMALL_BYTES = 1 << 16
 """Size of a body up to which it is decoded at once, in less than 10 ms."""
 BODY_S = 10.0
@@ -105,7 +103,7 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        chat, body = None, RequestBody()
+        chat, body = None, RequestBody(self._config.max_body)
         try:
             text, arrived = await body.read(request), time.monotonic()
             _check_kind(request)
@@ -282,6 +280,8 @@ def _check_kind(request: Request) -> None:
 class RequestBody:
     """The body of a request while it is read."""
 
+    most: int
+    """Bytes."""
     ended: bool = False
 
     async def read(self, request: Request) -> bytes:
@@ -295,7 +295,7 @@ class RequestBody:
             async with asyncio.timeout(BODY_S):
                 async for piece in request.stream():
                     size += len(piece)
-                    if size <= BODY_BYTES:
+                    if size <= self.most:
                         found += piece
                     elif size > DISCARDED:
                         break
@@ -304,8 +304,9 @@ class RequestBody:
         except TimeoutError as e:
             text = f"the body must come within {BODY_S:g} s (got {size} bytes of it)"
             raise bad_request(text) from e
-        if size > BODY_BYTES:
-            raise PlanError("too_large", f"the body must be <= {BODY_BYTES} bytes (got more)")
+        if size > self.most:
+            rule = f"<= {self.most} bytes, gateway.max_body"
+            raise PlanError("too_large", f"the body must be {rule} (got more)")
         return bytes(found)
 
 

@@ -19,7 +19,7 @@ FINISH: Mapping[str, str] = {
 """OpenAI's finish reason for ours; all others become `length`: the text is incomplete."""
 EXTRAS = (
     "status", "finish_reason", "plan_valid", "thinking_closed", "thinking_budget", "cut_call",
-    "notes", "reuse", "seed", "acceptance", "timings", "spec", "plan",
+    "notes", "images", "reuse", "seed", "acceptance", "timings", "spec", "plan",
 )  # fmt: skip
 
 

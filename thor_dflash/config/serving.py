@@ -127,6 +127,9 @@ class GatewayConfig:
     hosts: tuple[str, ...] = ()
     """Host names that clients may use for the gateway, beside those of loopback and, with API keys,
     any IP address."""
+    max_body: Annotated[int, Meta(ge=1024, le=LARGEST)] = 1 << 20
+    """Largest body of a request, bytes, as `serve.max_message` of a server. Images are a third
+    longer in it than their files; raise both for them."""
     image_dir: str = ""
     """Directory of images that requests may name as `file:` URLs, all below it and without links;
     "": none may. Images are never fetched from elsewhere."""

@@ -12,6 +12,7 @@ from support.image_files import HOSTILE, file_of
 from support.seeing_model import frame
 
 from thor_dflash.core.errors import RequestError
+from thor_dflash.runtime.vision import decoder
 from thor_dflash.runtime.vision.decoder import RawSize, read_picture
 from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 
@@ -61,6 +62,15 @@ def test_what_is_transparent_is_white() -> None:
     assert (read(file_of(palette, transparency=0)).pixels == 255).all()
 
 
+def test_bands_of_transparency_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rgba = Image.fromarray(np.random.default_rng(3).integers(0, 256, (320, 288, 4), np.uint8))
+    white = Image.new("RGBA", rgba.size, "white")
+    whole = np.asarray(Image.alpha_composite(white, rgba).convert("RGB"))
+    for band in (1, 1000, 288 * 320):
+        monkeypatch.setattr(decoder, "BAND", band)
+        assert (read(file_of(rgba)).pixels == whole).all()
+
+
 def test_a_photo_is_turned_as_its_camera_was() -> None:
     pixels = frame(2, 320, 256)
     exif = Image.Exif()
@@ -74,8 +84,9 @@ def test_a_hostile_file_is_one_error(name: str) -> None:
     data, kind = HOSTILE[name]()
     tracemalloc.start()
     try:
-        with pytest.raises(RequestError, match="data"):
+        with pytest.raises(RequestError, match="data") as error:
             read(data, kind)
+        assert "0x" not in str(error.value), "no address of the process"
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

@@ -42,6 +42,15 @@ def test_a_page_whose_name_leads_here_is_refused(house: Any, path: str) -> None:
     assert "plan" not in house.peer(server).ask(op="stats", id="s")["requests"]
 
 
+def test_a_gateway_takes_bodies_as_long_as_it_is_set_to(house: Any) -> None:
+    server = house.mock(max_message=4 << 20)
+    for most, status in ((3 << 20, 200), (1 << 20, 413)):
+        with gateway(server.endpoints[0], max_body=most) as address:
+            page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+            page.request("POST", "/v1/chat/completions", BODY + b" " * (2 << 20), JSON)
+            assert page.getresponse().status == status
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "status"),
     [("text/plain", 8 << 20, 413), ("application/json", 8 << 20, 413), ("text/plain", 9, 400)],
