@@ -217,7 +217,8 @@ def _compile(run: TrainingRun, loss: Callable[..., Tensor]) -> None:
         slot,
     )
     with autocast(run):
-        loss(store, *batch, torch.zeros(run.rows, 1, device=run.device)).backward()
+        value = loss(store, *batch, torch.zeros(run.rows, 1, device=run.device))
+    value.backward()
 
 
 def _start(pair: SeeingPair, run: TrainingRun, store: PictureTable) -> None:
