@@ -5,9 +5,14 @@ where there is none.
 from __future__ import annotations
 
 import shutil
+import signal
 
 import pytest
 from hypothesis import settings
+
+# What a shell starts in the background ignores Ctrl-C, and so do commands that tests start there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("support.bench_fixtures", "support.cpu_seconds", "support.serving_fixtures")
 
