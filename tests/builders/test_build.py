@@ -198,13 +198,13 @@ def test_a_build_of_other_inputs_is_not_resumed(pair: tuple[Path, Path], tmp_pat
         BuildConfig(capacity=99),
     )
     assert base not in {key(config) for config in others}
+    plan = make_plan(read_target(pair[0]), read_drafter(pair[1]), BuildConfig())
     (pair[0] / "chat_template.jinja").touch()
-    assert key(BuildConfig()) != base
-    base = key(BuildConfig())
+    keys = [base, _key(plan, None)]
     for name in ("model.safetensors", "config.json", "chat_template.jinja"):
         os.utime(pair[0] / name, (1, 1))
-        assert key(BuildConfig()) != base
-        base = key(BuildConfig())
+        keys.append(_key(plan, None))
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_killed_build_of_other_options_is_not_mixed_in(

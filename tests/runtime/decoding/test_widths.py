@@ -60,7 +60,7 @@ def widths(built: Path) -> Iterator[Widths]:
 
 
 def test_a_row_does_not_know_the_width_of_its_block(widths: Widths) -> None:
-    tokens = prompt(300, 1)
+    tokens = prompt(180, 1)  # more than a tile of keys
     want = score(widths[0], tokens, True, Silent())
     for width in WIDTHS:
         got = score(widths[width], tokens, True, Silent())

@@ -35,7 +35,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(ends)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(plan=plans, style=styles, places=st.lists(st.integers(0, 300)), raw=st.booleans())
 def test_every_step_comes_once_whole_and_at_its_last_brace(
     plan: dict[str, Any], style: tuple[str, str], places: list[int], raw: bool

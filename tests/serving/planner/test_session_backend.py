@@ -86,8 +86,9 @@ def test_a_plan_is_the_loops_own_tokens(session: Session, backend: SessionBacken
 def test_a_drawn_plan_comes_again_from_the_seed_that_it_reports(backend: SessionBackend) -> None:
     planner = LocalPlanner(backend)
     ask = PlanRequest(
-        prompt="Pick the mug.", thinking="off", temperature=1.0, top_k=50, parts=("tokens",)
-    )
+        prompt="Pick the mug.", thinking="off", temperature=1.0, top_k=50, max_tokens=24,
+        parts=("tokens",),
+    )  # fmt: skip
     first, other = planner.plan(ask), planner.plan(ask)
     assert first.tokens != other.tokens
     assert first.seed is not None
@@ -287,7 +288,7 @@ def test_a_prefix_insisted_on_that_is_dropped_while_the_plan_waits_is_refused(
 
 def test_thinking_is_cut_to_what_the_deadline_leaves(backend: SessionBackend) -> None:
     backend.rates.cycle_ms, backend.rates.step_ms = 1.0, {64: 1.0}
-    ask = PlanRequest(prompt="x", thinking="on", thinking_budget=500, max_tokens=20)
+    ask = PlanRequest(prompt="x", thinking="on", thinking_budget=120, max_tokens=20)
     prepared = backend.prepare(ask, 60.0)
     assert prepared.thinks
     space = backend.rates.thinking_tokens_left(60.0, len(prepared.prompt), 20)
