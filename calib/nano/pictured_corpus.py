@@ -26,6 +26,8 @@ from thor_dflash.calib.planbench.drawing import (
     SIDE,
     SLOTS,
     DrawnScene,
+    Undrawable,
+    draw_scene,
 )
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
@@ -33,6 +35,7 @@ from thor_dflash.calib.planbench.pictured import (
     described,
     sample_pictured,
 )
+from thor_dflash.calib.planbench.worlds import household, tabletop
 from thor_dflash.core.model_dims import PATCH
 from thor_dflash.runtime.vision.picture import PatchGrid
 
@@ -162,7 +165,7 @@ def fact_weights(tokenizer: Tokenizer, doc: Document) -> npt.NDArray[np.float32]
 def drawings(
     count: int, tag: str, workers: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Draw pictures [P, 128, 128] of training tasks, and their content."""
+    """Draw pictures [P, 128, 128] of random scenes, and their content."""
     share = (count + workers - 1) // workers
     jobs = [(tag, w * share, min(count, (w + 1) * share)) for w in range(workers)]
     if workers == 1:
@@ -176,10 +179,13 @@ def drawings(
 
 def _draw(job: tuple[str, int, int]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     tag, start, stop = job
-    names = [TURNS[i % len(TURNS)] for i in range(start, stop)]
-    drawn = [
-        sample_pictured(name, f"{tag}{i}", "train").drawn for i, name in enumerate(names, start)
-    ]
+    drawn: list[DrawnScene] = []
+    rng = Random(f"drawings/{tag}/{start}")
+    while len(drawn) < stop - start:
+        try:
+            drawn.append(draw_scene(rng.choice((tabletop, household))(rng, False), rng))
+        except Undrawable:
+            continue
     return np.stack([d.pixels for d in drawn]), np.stack([content_of(d) for d in drawn])
 
 
