@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -273,6 +274,7 @@ def _next_offset(site: CallSite) -> float:
     return site.attributes.real("next_norm_offset") if "next_norm_offset" in values else 0.0
 
 
+@lru_cache(maxsize=256)
 def strip_table(plan: PackedLayout) -> Array:
     """int32 [packed columns / 8, 2]: segment << 24 | column, or -1 for padding; segment width."""
     return np.array(

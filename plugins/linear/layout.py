@@ -15,7 +15,7 @@ loop of 320.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from itertools import groupby
@@ -182,8 +182,8 @@ class PackedLayout:
     kinds: tuple[WeightKind, ...]
     widths: tuple[int, ...]
     """Columns of each segment."""
-    groups: tuple[TileGroup, ...]
-    strips: tuple[Strip | None, ...]
+    groups: tuple[TileGroup, ...] = field(hash=False)  # they follow from the rest, and are many
+    strips: tuple[Strip | None, ...] = field(hash=False)
     """Indexed by packed column / 8; None is padding."""
 
     @property

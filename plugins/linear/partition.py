@@ -179,9 +179,9 @@ def _regular(plan: PackedLayout, cut: Partition) -> int:
     """Returns how many clusters at the end have the packed weight's first n-tiles, `tiles` at a
     time, in order, and nothing else. None with narrow tiles: see FirstTiles in pipeline.cuh.
     """
-    if plan.narrow or not cut.tiles:
+    if plan.narrow or not (tiles := cut.tiles):
         return 0
-    pieces = [piece for group in _first_groups(plan) for piece in group.pieces(cut.tiles)]
+    pieces = [piece for group in _first_groups(plan) for piece in group.pieces(tiles)]
     expected = [(WorkTile(piece),) for piece in pieces]
     counts = range(min(len(expected), len(cut.clusters)), 0, -1)
     return next((n for n in counts if [*cut.clusters[-n:]] == expected[:n]), 0)
@@ -307,13 +307,14 @@ def _dealt(plan: PackedLayout, cut: Partition, count: int, width: int) -> Partit
         if not rest or rest[-1].group is not piece.group:
             pieces = _pieces(plan, piece.group, width, piece.first)
             rest += [p for p in pieces if _place(p) >= _place(piece)]
-    ordered = sorted(wide[:whole] + rest, key=lambda p: -_piece_cost(plan, p, cut))
+    cost = _piece_costs(plan, cut)
+    ordered = sorted(wide[:whole] + rest, key=lambda piece: -cost(piece))
     heap = [(0.0, i) for i in range(min(count, len(ordered)))]
     dealt: list[list[WorkTile]] = [[] for _ in heap]
     for piece in ordered:
         load, i = heapq.heappop(heap)
         dealt[i].append(WorkTile(piece))
-        heapq.heappush(heap, (load + _piece_cost(plan, piece, cut) + END, i))
+        heapq.heappush(heap, (load + cost(piece) + END, i))
     _deal_narrow(plan, cut, heap, dealt)
     return replace(cut, clusters=tuple(map(tuple, dealt)))
 
@@ -365,6 +366,19 @@ def lanes(plan: PackedLayout, piece: WeightTile, cut: Partition) -> int:
     return 1 if alone else WARP_TILES
 
 
+def _piece_costs(plan: PackedLayout, cut: Partition) -> Callable[[WeightTile], float]:
+    """Returns `_piece_cost` for the pieces of one cut, computed once for pieces of one size."""
+    known: dict[tuple[WeightKind, int, bool], float] = {}
+
+    def cost(piece: WeightTile) -> float:
+        size = piece.group.kind, piece.tiles, piece.half is None
+        if size not in known:
+            known[size] = _piece_cost(plan, piece, cut)
+        return known[size]
+
+    return cost
+
+
 def _piece_cost(plan: PackedLayout, piece: WeightTile, cut: Partition) -> float:
     """Cost of a piece for the busiest block of a cluster, in bytes streamed, scaled as if every
     scheduler had as much work as the busiest one.
@@ -390,16 +404,14 @@ def _turns(plan: PackedLayout, slots: int, parts: int, phases: int) -> int:
     return -(-_longest(plan.k, plan.steps, parts) * slots // phases) * phases
 
 
-def _item_cost(plan: PackedLayout, item: WorkTile, cut: Partition) -> float:
-    narrow = 0.0 if item.narrow is None else _narrow_cost(plan, cut)
-    return _piece_cost(plan, item.piece, cut) + narrow
-
-
 def _cost(plan: PackedLayout, cut: Partition) -> float:
     """Cost of the busiest multiprocessor, whose blocks share its bandwidth but run their epilogues
     at the same time. It is assumed to hold as many blocks as fit: the hardware places a block
     without regard to the load of other multiprocessors.
     """
-    return max(
-        sum(cut.each * _item_cost(plan, i, cut) + END for i in items) for items in cut.clusters
-    )
+    cost, narrow = _piece_costs(plan, cut), _narrow_cost(plan, cut)
+
+    def item(one: WorkTile) -> float:
+        return cut.each * (cost(one.piece) + (narrow if one.narrow else 0.0)) + END
+
+    return max(sum(map(item, items)) for items in cut.clusters)
