@@ -322,3 +322,13 @@ def test_every_file_has_the_version_that_the_changelog_names() -> None:
         found = re.search(r"(?:<version>|    version=\")([\d.]+)", path.read_text())
         assert found is not None
         assert found.group(1) == number, path  # ROS has no pre-releases
+
+
+def test_a_planted_mistake_has_its_place() -> None:
+    """Else `make mutations`, which nobody runs with every change, has nothing to plant."""
+    entries = tomllib.loads((ROOT / "tests/mutations.toml").read_text(encoding="utf-8"))["mutation"]
+    assert not [
+        entry["law"]
+        for entry in entries
+        if (ROOT / entry["file"]).read_text(encoding="utf-8").count(entry["old"]) != 1
+    ]
