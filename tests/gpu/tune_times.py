@@ -127,7 +127,7 @@ class Reader:
             )
             at = {"from": driver.allocate(size), "sink": driver.allocate(4096)}
             while not self._end.is_set():
-                for _ in range(16):  # about 25 ms
+                for _ in range(4):  # about 6 ms, for which an allocation may have to wait
                     runner.run(ROOT / "cuda" / "bandwidth.cu", launch, at)
                 driver.synchronize()
 
