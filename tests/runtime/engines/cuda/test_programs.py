@@ -119,7 +119,7 @@ def test_no_answer_depends_on_memory_that_nothing_wrote(root: Path) -> None:
 
 @pytest.mark.slow
 def test_other_choices_obey_the_laws_and_chains_stay_in_their_memory(root: Path) -> None:
-    """Every launch by the last of its candidates: chains run, and any drafter gives the same."""
+    """Some launches by the last of their candidates: chains run, and any drafter gives the same."""
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch, DEVICE)
         with closing(opened(root / "cuda")) as session:
@@ -128,7 +128,7 @@ def test_other_choices_obey_the_laws_and_chains_stay_in_their_memory(root: Path)
             runner = Runner(engine.driver, EngineConfig().cubins_directory)
             bench = CudaBench(engine, model, runner, {}, 0)
             other, timer = DEVICE, ChainTimer(bench)
-            for one in tunable(bench, DEVICE):
+            for one in tunable(bench, DEVICE)[:5]:  # those that read most weights
                 other = other.choosing(one.site, one.choices[-1])
                 trial = engine.trial(one.call, one.steps[:3], other)
                 timer.place(one.call, 40)
