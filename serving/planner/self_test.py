@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from thor_dflash.core.errors import ModelFault
+from thor_dflash.core.model_dims import PATCH
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation
+from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.planner import startup_checks
 from thor_dflash.serving.planner.latency_model import LatencyModel
 
@@ -32,6 +36,28 @@ def prompt_of(session: Session) -> tuple[int, ...]:
     prompt = tuple(session.tokenizer.encode(text))
     startup_checks.check_self_test(session.model, len(prompt), ANSWER)
     return prompt
+
+
+def tower_ms(session: Session) -> dict[int, float]:
+    """Run each graph of the vision tower, if there is one, on a grey image, twice. Return the times
+    of the second runs, ms, by the patches of the graphs.
+
+    Raises:
+        ModelFault: a number is not finite.
+    """
+    found: dict[int, float] = {}
+    for patches in session.manifest.image_patches if session.encoder else ():
+        grey = Picture(np.full((2 * PATCH, patches // 2 * PATCH, 3), 128, np.uint8))
+        session.model.encode(grey)
+        began = time.perf_counter()
+        rows = session.model.encode(grey)
+        found[patches] = 1e3 * (time.perf_counter() - began)
+        if not np.isfinite(rows.astype(np.float32)).all():
+            raise ModelFault(
+                "the self-test must encode an image to finite numbers (got others): the package or "
+                "the machine is damaged"
+            )
+    return found
 
 
 def run(

@@ -130,6 +130,8 @@ class SessionBackend:
         self._check_default()
         limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
         worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+        towers = self_test.tower_ms(self.session)
+        worst = max([worst, *(idle + ms for ms in towers.values())])
         startup_checks.check_watchdog(self.config.watchdog_s, worst)
         startup_checks.check_reuse(self.config.reuse_mb, self.session.turns)
         usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
@@ -138,6 +140,8 @@ class SessionBackend:
             rates = LatencyModel(step_sizes=model.step_sizes, worst_step_ms=worst)
             for ms, rows in usual:
                 rates.step(ms, rows)
+            for patches, ms in towers.items():
+                rates.encoded(idle + ms, patches)
             return rates
 
         self._rates, self._golden = self_test.run(self.session, prompt, latency_model, self._idle_s)

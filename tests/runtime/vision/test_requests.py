@@ -13,12 +13,13 @@ from support.image_requests import BAD, SHOWN, TEXT, asked, raw, showing
 from support.seeing_model import frame, seeing_session
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import PlanError
+from thor_dflash.core.errors import ModelFault, PlanError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.session import Request
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.client.options import Options
 from thor_dflash.serving.client.retry import encode
+from thor_dflash.serving.planner import self_test
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.request_images import RecentPictures, read_pictures
@@ -195,6 +196,23 @@ def test_deadlines_count_the_tower_until_it_has_run(backend: SessionBackend) -> 
     planned(backend, asked(raw("a", frame(78))))
     thinks, least = prepared(request)
     assert (thinks, least < 4000) == (True, True)
+
+
+def test_the_tower_runs_before_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = seeing_session()
+    model, encode, seen = session.model, session.model.encode, list[int]()
+
+    def noted(picture: Picture) -> Array:
+        seen.append(picture.grid.patches)
+        return encode(picture)
+
+    monkeypatch.setattr(model, "encode", noted)
+    times = self_test.tower_ms(session)
+    assert list(times) == sorted(set(seen)) == sorted(session.manifest.image_patches)
+    assert min(times.values()) > 0
+    monkeypatch.setattr(model, "encode", lambda picture: np.full((1, 8), np.nan, np.float32))
+    with pytest.raises(ModelFault):
+        self_test.tower_ms(session)
 
 
 def test_a_server_says_that_it_sees(backend: SessionBackend) -> None:
