@@ -113,7 +113,8 @@ def quantize(
     """Write all units that an earlier run has not written; return the journal's line of each.
 
     gpu: encodes NVFP4; None: the CPU does.
-    Raises: CheckpointError for a weight that is infinite or NaN.
+    Raises: CheckpointError for a weight that is infinite or NaN; EngineError of the GPU, or if a
+        process is killed.
     """
     done = stage.finished(progress)
     left = [unit for unit in plan.units if unit.label not in done]
@@ -124,7 +125,7 @@ def quantize(
         if gpu or count == 1 or reads < SMALL:
             rows = _in_threads(left, min(count, MOST_THREADS), plan, reader, stage, task, gpu)
         else:
-            rows = _in_processes(left, count, plan, reader, stage, task)
+            rows = _in_processes(left, min(count, len(left)), plan, reader, stage, task)
     done |= {row["unit"]: row for row in rows}
     return tuple(done[unit.label] for unit in plan.units)
 
