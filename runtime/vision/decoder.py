@@ -75,7 +75,7 @@ def _raw(data: bytes, kind: str, size: RawSize | None) -> NDArray[np.uint8]:
         if size is None or getattr(size, name) < 1:
             raise _refused(name, f"given for {kind}", "none")
     assert size is not None
-    _check_size(size.width, size.height, "width")
+    check_size(size.width, size.height, "width")
     row = size.width * RAW[kind]
     step = size.step or row
     if step < row:
@@ -89,8 +89,12 @@ def _raw(data: bytes, kind: str, size: RawSize | None) -> NDArray[np.uint8]:
     return np.ascontiguousarray(found[:, :, ::-1] if kind == "bgr8" else found)
 
 
-def _check_size(width: int, height: int, field: str) -> None:
-    """Refuse an image by its size, before it is decoded."""
+def check_size(width: int, height: int, field: str) -> None:
+    """Refuse an image by its size, before it is decoded.
+
+    Raises:
+        RequestError: at `field`.
+    """
     got, (low, high) = f"{width} x {height}", sorted((width, height))
     if width * height > MOST_PIXELS:
         raise RequestError(f"{field} must give at most {MOST_PIXELS} pixels (got {got})", field)
@@ -111,7 +115,7 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with Image.open(BytesIO(data), formats=(kind.upper(),)) as image:
-                _check_size(*image.size, "data")
+                check_size(*image.size, "data")
                 if (frames := getattr(image, "n_frames", 1)) != 1:
                     raise _refused("data", "a still image", f"{frames} frames")
                 if image.mode not in MODES:

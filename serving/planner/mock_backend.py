@@ -64,9 +64,7 @@ def words(text: str) -> list[str]:
     return [word + " " for word in text.split(" ")]
 
 
-def _tokens(
-    request: messages.PlanRequest | messages.Validate, pictures: Mapping[str, Picture] = NO_PICTURES
-) -> int:
+def _tokens(request: messages.PlanRequest | messages.Validate, images: Mapping[str, int]) -> int:
     turns = [request.prompt] if request.messages is None else [m.content for m in request.messages]
     count = 0
     for turn in turns:
@@ -74,7 +72,7 @@ def _tokens(
             if isinstance(part, messages.TextPart):
                 count += part.text.count(" ") + 1
             else:
-                count += pictures[part.name].grid.tokens if part.name in pictures else 1
+                count += images[part.name]
     return count
 
 
@@ -214,6 +212,9 @@ class MockBackend:
     def read_images(self, ask: messages.PlanRequest, scope: str = "") -> Mapping[str, Picture]:
         if not ask.images and not validation.image_names(ask):
             return NO_PICTURES
+        return self._reader().read(ask, scope)
+
+    def _reader(self) -> MockImages:
         try:
             with extra("images"):
                 from thor_dflash.serving.planner.mock_images import MockImages
@@ -221,7 +222,7 @@ class MockBackend:
             raise bad_request(str(e), "images") from e
         if self._images is None:
             self._images = MockImages(self.config)
-        return self._images.read(ask, scope)
+        return self._images
 
     def prepare(
         self,
@@ -236,7 +237,8 @@ class MockBackend:
         if use is not None and use.constrained:
             _check_tools(use)
         pictures = self.read_images(ask, scope) if pictures is None else pictures
-        rule, tokens = _rule(ask), _tokens(ask, pictures)
+        images = {name: picture.grid.tokens for name, picture in pictures.items()}
+        rule, tokens = _rule(ask), _tokens(ask, images)
         self._check_prefix(name := ask.prefix_id)
         max_tokens = ask.max_tokens or self.config.max_tokens
         if tokens + max_tokens > CONTEXT:
@@ -269,7 +271,8 @@ class MockBackend:
     def validate(self, request: messages.Validate) -> dict[str, Any]:
         out: dict[str, Any] = {"max_context": CONTEXT}
         if request.prompt is not None or request.messages is not None:
-            out["prompt_tokens"] = _tokens(request)
+            shown = validation.image_names(request)
+            out["prompt_tokens"] = _tokens(request, self._reader().count(request) if shown else {})
         if request.json_schema is not None:
             validation.check_values(messages.PlanRequest(json_schema=request.json_schema))
         if _rule(request).field:

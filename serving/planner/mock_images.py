@@ -11,6 +11,7 @@ from thor_dflash.runtime.vision.picture import Picture, PixelLimits
 from thor_dflash.serving.planner.request_images import (
     ImageRules,
     RecentPictures,
+    count_tokens,
     image_results,
     read_pictures,
 )
@@ -39,6 +40,10 @@ class MockImages:
     def read(self, ask: messages.PlanRequest, scope: str) -> dict[str, Picture]:
         """As Backend.read_images."""
         return read_pictures(ask, self._rules, self._kept, scope)
+
+    def count(self, ask: messages.Validate) -> dict[str, int]:
+        """See `count_tokens`."""
+        return count_tokens(ask, self._rules)
 
     def encode(self, pictures: Mapping[str, Picture]) -> list[bytes]:
         """Return the digests of those for which a tower would have to run."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.message_text import show
+from thor_dflash.core.model_dims import PATCH
 from thor_dflash.runtime.text.prompt_segments import EncodedPrompt
 from thor_dflash.runtime.text.tokenizer import Tokenizer
-from thor_dflash.runtime.vision.decoder import RawSize, read_picture
+from thor_dflash.runtime.vision.decoder import RawSize, check_size, read_picture
 from thor_dflash.runtime.vision.encoder_cache import EncoderCache
-from thor_dflash.runtime.vision.picture import Picture, PixelLimits
+from thor_dflash.runtime.vision.picture import PatchGrid, Picture, PixelLimits
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
@@ -99,13 +100,7 @@ def read_pictures(
     named = dict(validation.named_images(ask))
     if not ask.images and not named:
         return {}
-    if rules is None:
-        text = "images must be left out: the package has no vision tower"
-        raise bad_request(f"{text} (got {len(ask.images) + len(named)})", "images")
-    if len(ask.images) + len(named) > rules.most:
-        got = len(ask.images) + len(named)
-        raise bad_request(f"images must be at most {rules.most} (got {got})", "images")
-    _check_marks(ask, rules.marks)
+    rules = _checked(ask, rules, len(ask.images) + len(named))
     found = {image.id: _read(image, f"images[{i}]", rules) for i, image in enumerate(ask.images)}
     for sha256, where in named.items():
         if (picture := kept.find(scope, sha256)) is None:
@@ -115,6 +110,41 @@ def read_pictures(
     for picture in found.values():
         kept.add(scope, picture)
     return found
+
+
+def count_tokens(ask: wire.Validate, rules: ImageRules | None) -> dict[str, int]:
+    """Return the tokens of images by their names; none is decoded.
+
+    Raises:
+        PlanError: bad_request.
+    """
+    if named := next(validation.named_images(ask), None):
+        raise bad_request(f"{named[1]} must be left out: its size is not looked up", named[1])
+    if not ask.images:
+        return {}
+    rules, found = _checked(ask, rules, len(ask.images)), dict[str, int]()
+    for i, image in enumerate(ask.images):
+        try:
+            check_size(image.width, image.height, "width")
+        except RequestError as e:
+            raise bad_request(f"images[{i}].{e}", f"images[{i}].width") from e
+        limits = rules.pixels.under(image.max_pixels) if image.max_pixels else rules.pixels
+        width, height = limits.resized(image.width, image.height)
+        found[image.id] = PatchGrid(height // PATCH, width // PATCH).tokens
+    return found
+
+
+def _checked(
+    ask: wire.PlanRequest | wire.Validate, rules: ImageRules | None, count: int
+) -> ImageRules:
+    """Refuse a request by the number of its images, or by its texts."""
+    if rules is None:
+        text = "images must be left out: the package has no vision tower"
+        raise bad_request(f"{text} (got {count})", "images")
+    if count > rules.most:
+        raise bad_request(f"images must be at most {rules.most} (got {count})", "images")
+    _check_marks(ask, rules.marks)
+    return rules
 
 
 def _read(image: wire.ImageInput, where: str, rules: ImageRules) -> Picture:
@@ -172,14 +202,14 @@ def image_results(
     )
 
 
-def _check_marks(ask: wire.PlanRequest, marks: Sequence[str]) -> None:
+def _check_marks(ask: wire.PlanRequest | wire.Validate, marks: Sequence[str]) -> None:
     """Refuse texts that spell what stands for an image."""
     for field, text in _texts(ask):
         if mark := next((mark for mark in marks if mark in text), None):
             raise bad_request(f"{field} must not spell {mark} where there are images", field)
 
 
-def _texts(ask: wire.PlanRequest) -> Iterator[tuple[str, str]]:
+def _texts(ask: wire.PlanRequest | wire.Validate) -> Iterator[tuple[str, str]]:
     """Every text of a prompt, with its field."""
     for i, message in enumerate(ask.messages or ()):
         where = f"messages[{i}]"
@@ -192,4 +222,4 @@ def _texts(ask: wire.PlanRequest) -> Iterator[tuple[str, str]]:
         yield f"{where}.reasoning_content", message.reasoning_content or ""
         yield f"{where}.tool_calls", json.dumps(message.tool_calls, ensure_ascii=False)
     for name in ("tools", "chat_template_kwargs"):
-        yield name, json.dumps(getattr(ask, name), ensure_ascii=False)
+        yield name, json.dumps(getattr(ask, name, None), ensure_ascii=False)

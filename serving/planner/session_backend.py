@@ -35,6 +35,7 @@ from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
 from thor_dflash.serving.planner.request_images import (
     RecentPictures,
+    count_tokens,
     read_pictures,
     rules_of,
     with_pictures,
@@ -334,8 +335,9 @@ class SessionBackend:
         tier, variables = self._effort(ask)
         budget = validation.budget_of(ask, self.config, tier)
         shown = [pictures[name] for name in validation.image_names(ask)]
-        shape: Any = {"tools": ask.tools or (), "options": variables, "pictures": shown}
-        prompt = self._prompt(messages, thinking=budget > 0, **shape)
+        shape: Any = {"tools": ask.tools or (), "options": variables, "pictures": len(shown)}
+        encoder = self.session.encoder
+        prompt = with_pictures(self._prompt(messages, thinking=budget > 0, **shape), encoder, shown)
         if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
         conversation = self._conversation(prompt, ask, scope)
@@ -346,7 +348,7 @@ class SessionBackend:
         )
         if spare >= min(WORTH_THINKING, budget):
             return prompt, budget
-        return self._prompt(messages, thinking=False, **shape), 0
+        return with_pictures(self._prompt(messages, thinking=False, **shape), encoder, shown), 0
 
     def _towers(self, images: PromptImages | None, held: int) -> list[int]:
         """Runs of the vision tower that a prompt of which `held` tokens are read still needs."""
@@ -383,14 +385,14 @@ class SessionBackend:
         field: str = "prompt",
         tools: Sequence[object] = (),
         options: Mapping[str, object] = NOTHING,
-        pictures: Sequence[Picture] = (),
+        pictures: int = 0,
     ) -> EncodedPrompt:
         try:
-            text = self.tokenizer.render(messages, thinking, tools, options, len(pictures))
+            text = self.tokenizer.render(messages, thinking, tools, options, pictures)
         except RequestError as e:
             named = next((n for n in ("tools", "chat_template_kwargs") if str(e).startswith(n)), "")
             raise PlanError("bad_request", errors.refusal(e), field=named or "messages") from e
-        return with_pictures(self._encode(text, field), self.session.encoder, pictures)
+        return self._encode(text, field)
 
     def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:
         limit = self.session.model.limit
@@ -440,7 +442,10 @@ class SessionBackend:
         out: dict[str, Any] = {"max_context": self.session.model.limit}
         if request.prompt is not None or request.messages is not None:
             messages = validation.messages_of(request.prompt, request.messages)
-            out["prompt_tokens"] = len(self._prompt(messages, thinking=True).ids)
+            tokens = count_tokens(request, self._image_rules)
+            shown = [tokens[name] for name in validation.image_names(request)]
+            ids = self._prompt(messages, thinking=True, pictures=len(shown)).ids
+            out["prompt_tokens"] = len(ids) - len(shown) + sum(shown)
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
         rule = rule_of(request)

@@ -86,6 +86,16 @@ class ImageInput(
     """Most pixels after resizing; 0: the server's limit."""
 
 
+class ImageSize(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
+    """An image of which only the tokens are counted: of its file or its pixels, in pixels."""
+
+    id: Id
+    width: Count
+    height: Count
+    max_pixels: Count = 0
+    """As that of a plan's image."""
+
+
 class Message(
     Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, gc=False
 ):
@@ -205,6 +215,8 @@ class Validate(_Request, frozen=True):
     op: str = "validate"
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
+    images: tuple[ImageSize, ...] = ()
+    """What parts of the messages show."""
     json_schema: dict[str, Any] | None = None
     skills: SkillSet | None = None
     plan_format: PlanFormatName = "json_steps"

@@ -57,7 +57,7 @@ def check(request: wire.PlanRequest) -> None:
         raise bad_request(text, "plan_format")
 
 
-def check_images(request: wire.PlanRequest) -> None:
+def check_images(request: wire.PlanRequest | wire.Validate) -> None:
     """Refuse images that no message shows, and parts that show none.
 
     Raises:
@@ -82,14 +82,16 @@ def check_images(request: wire.PlanRequest) -> None:
             )
 
 
-def _check_parts(request: wire.PlanRequest) -> None:
+def _check_parts(request: wire.PlanRequest | wire.Validate) -> None:
     for i, message in enumerate(request.messages or ()):
         if not isinstance(message.content, str) and message.role not in SEEING:
             field, rule = f"messages[{i}].content", f"a text in a message of role {message.role}"
             raise bad_request(f"{field} must be {rule} (got parts)", field)
 
 
-def _image_parts(request: wire.PlanRequest) -> Iterator[tuple[str, wire.ImagePart]]:
+def _image_parts(
+    request: wire.PlanRequest | wire.Validate,
+) -> Iterator[tuple[str, wire.ImagePart]]:
     for i, message in enumerate(request.messages or ()):
         if not isinstance(message.content, str):
             for j, part in enumerate(message.content):
@@ -97,12 +99,12 @@ def _image_parts(request: wire.PlanRequest) -> Iterator[tuple[str, wire.ImagePar
                     yield f"messages[{i}].content[{j}].image", part
 
 
-def image_names(request: wire.PlanRequest) -> list[str]:
+def image_names(request: wire.PlanRequest | wire.Validate) -> list[str]:
     """Return the names of the images that the messages show, in their order."""
     return [part.name for _, part in _image_parts(request)]
 
 
-def named_images(request: wire.PlanRequest) -> Iterator[tuple[str, str]]:
+def named_images(request: wire.PlanRequest | wire.Validate) -> Iterator[tuple[str, str]]:
     """Digest and field of each image that the messages name by its digest."""
     for where, part in _image_parts(request):
         if isinstance(part.image, wire.ImageDigest):

@@ -198,6 +198,7 @@ class RequestHandlers:
         self._lifecycle.open()
         validation.check_prompt(request)
         validation.check_answer(request)
+        validation.check_images(request)
         self._actions.check(self._pending.add(peer, request))
 
     def _drop(self, peer: Peer, request: messages.PrefixDrop | messages.SessionDrop) -> None:

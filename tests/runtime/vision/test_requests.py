@@ -25,7 +25,7 @@ from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.planner.request_images import RecentPictures, read_pictures
 from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.protocol import codec, validation
-from thor_dflash.serving.protocol.messages import PlanRequest, Result
+from thor_dflash.serving.protocol.messages import PlanRequest, Result, Validate
 
 CONFIG = ServeConfig(thinking="off", max_tokens=12, max_images=2)
 
@@ -116,6 +116,27 @@ def test_an_image_that_was_sent_is_named_by_its_digest(
     with pytest.raises(PlanError) as error:
         it.prepare(request, None, "another client")
     assert error.value.field == f"{SHOWN}.image.sha256"
+
+
+@pytest.mark.parametrize("mock", [False, True])
+def test_tokens_are_counted_by_sizes_alone(backend: SessionBackend, *, mock: bool) -> None:
+    it = MockBackend(CONFIG) if mock else backend
+    frames = [raw("a", frame(1, 300, 200)), raw("b", frame(2, 96, 64), max_pixels=2048)]
+    table = asked(*frames)
+    sizes = [
+        {k: v for k, v in f.items() if k in ("id", "width", "height", "max_pixels")} for f in frames
+    ]
+    given = {"messages": table["messages"], "images": sizes}
+    count = it.validate(codec.convert(given, Validate))["prompt_tokens"]
+    prepared = it.prepare(codec.convert(table | {"thinking": "on"}, PlanRequest), None)
+    assert count == len(prepared.prompt)
+    for wrong, field in (
+        (given | {"images": [sizes[0], sizes[1] | {"width": 3}]}, "images[1].width"),
+        ({"messages": showing("0" * 64)["messages"]}, f"{SHOWN}.image.sha256"),
+    ):
+        with pytest.raises(PlanError) as error:
+            it.validate(codec.convert(wrong, Validate))
+        assert error.value.field == field
 
 
 def test_what_was_sent_long_ago_is_forgotten() -> None:
