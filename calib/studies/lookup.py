@@ -217,17 +217,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = script.parser(__doc__)
     parser.add_argument("--pairs", type=script.count, default=48, help="replanning tasks")
     parser.add_argument("--limit", type=script.count, default=24, help="held-out tasks")
+    parser.add_argument("--replanning", action="store_true", help="no other tables")
     args = parser.parse_args(argv)
     progress = choose(sys.stderr)
     with closing(
         open_session(args.package, EngineConfig(threads=args.threads), progress)
     ) as session:
-        tables = [
-            *replanning(session, args.pairs, progress),
-            *copying(session),
-            *nothing_repeated(session, args.limit, progress),
-            *host_cost(session),
-        ]
+        tables = [*replanning(session, args.pairs, progress)]
+        if not args.replanning:
+            tables += copying(session)
+            tables += nothing_repeated(session, args.limit, progress)
+            tables += host_cost(session)
     progress.close()
     script.show(tables, as_json=args.json)
 

@@ -129,7 +129,7 @@ def measure(
                 for (name, lookup), blocks in found.items():
                     texts = LookupTexts(session=tuple(recent))
                     index = LookupIndex(texts, part if lookup else ())
-                    choice = DraftChoice(index, DraftWorth(FIRST * ROWS))
+                    choice = DraftChoice(index, DraftWorth(FIRST * ROWS), ROWS)
                     simulate(answer, choice, DRAFTERS[name], lookup, blocks)
                 recent = [*recent, (*prompt[-BEFORE:], *answer)][-RECENT:]
                 held = len(prompt)

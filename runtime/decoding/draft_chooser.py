@@ -33,6 +33,10 @@ NEWEST = 0.1
 BETTER, WORSE = 0.15, 0.5
 """Weight of the newest block in the average of a text, by whether it raises the average: a text
 that goes wrong should be left at once."""
+EDGE = 1.0
+"""Tokens a block by which a text must be better than the drafter to be used in its place."""
+NEWER = 0.3
+"""Weight of the newest block in the comparison of a text with the drafter."""
 FIRST = 0.75
 """Share of its rows that a drafter's block is taken to commit before there was one."""
 TRUST: Mapping[LookupWay, float] = {"follow": 0.85, "jump": 0.4, "over": 0.4}
@@ -55,6 +59,9 @@ class DraftWorth:
     """Tokens committed by a block of the drafter."""
     blocks: int = 0
     """Blocks of the drafter."""
+    edge: float = 0.0
+    """Tokens by which the best text would have been longer than the drafter's blocks: a text that
+    is right where the drafter is, too, saves nothing."""
     right: dict[tuple[DraftSource, LookupWay], float] = field(
         default_factory=dict[tuple[DraftSource, LookupWay], float]
     )
@@ -68,6 +75,15 @@ class DraftWorth:
         """Note that a block of the drafter committed `count` tokens."""
         self.blocks += 1
         self.drafter += max(NEWEST, 1 / (self.blocks + 1)) * (count - self.drafter)
+
+    def paired(self, draft: LookupDraft, tokens: Sequence[int], width: int) -> None:
+        """Note what a text had where the drafter's block committed `tokens`, of up to `width`."""
+        pairs = enumerate(zip(draft.tokens, tokens, strict=False))
+        wrong = next((i for i, (x, y) in pairs if x != y), None)
+        # Where the drafter stopped and the text goes on, the text is expected to go on for longer.
+        text = self.of(draft) if wrong is None else wrong + 1
+        gain = max(text, len(tokens)) if wrong is None else text
+        self.edge += NEWER * (min(gain, width) - len(tokens) - self.edge)
 
     def compared(self, draft: LookupDraft, tokens: Sequence[int]) -> None:
         """Note what was committed where a text had this draft, whether or not it was used."""
@@ -94,6 +110,8 @@ class DraftChoice:
 
     index: LookupIndex
     worth: DraftWorth
+    width: int
+    """Rows of a block."""
     _drafts: list[LookupDraft] = field(default_factory=list[LookupDraft])
     """Of texts, for the block under way; the best first."""
     _forced: int = 0
@@ -111,8 +129,9 @@ class DraftChoice:
         self._forced = len(forced)
         self._drafts = sorted(found, key=self.worth.of, reverse=True)
         best = self._drafts[0] if self._drafts else None
-        if best is None or (drafter and self.worth.of(best) < self.worth.drafter):
-            self._drafter = drafter and full and not forced
+        worse = best is not None and self.worth.of(best) < self.worth.drafter
+        if best is None or (drafter and (worse or self.worth.edge <= EDGE)):
+            self._drafter = drafter and full
             return None
         self._drafter = False
         return best
@@ -126,9 +145,11 @@ class DraftChoice:
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Take note of what that block committed."""
-        if self._drafter:
-            self.worth.drafted(len(tokens))
         drafted = tokens[self._forced :]
+        if self._drafter and not self._forced:
+            self.worth.drafted(len(tokens))
+        if self._drafter and self._drafts and drafted:
+            self.worth.paired(self._drafts[0], drafted, self.width - self._forced)
         for draft in self._drafts if drafted else ():
             self.worth.compared(draft, drafted)
         self.index.commit(tokens, self._drafts[0] if self._drafts else None, self._forced)
@@ -164,7 +185,9 @@ class DraftChooser:
         """See Proposer."""
         if self._choice is None:
             assert self._index is not None
-            self._choice = DraftChoice(self._index.result(), DraftWorth(FIRST * model.block))
+            self._choice = DraftChoice(
+                self._index.result(), DraftWorth(FIRST * model.block), model.block
+            )
         if tokens := progress.tokens[self._seen :]:
             self._choice.learn(tokens)
             self._seen = len(progress.tokens)

@@ -84,7 +84,7 @@ def test_forced_ids_come_before_the_draft() -> None:
     assert draft.tokens == (7, 8)
     found.commit([5, 6, 7], draft, 2)
     assert [d.tokens for d in found.drafts((), 4)] == [(8,)]
-    choice = DraftChoice(index([1], session=[[5, 6, *range(20, 60)]]), DraftWorth(12))
+    choice = DraftChoice(index([1], session=[[5, 6, *range(20, 60)]]), DraftWorth(12), 16)
     best = choice.choose((5, 6), 13, drafter=False)
     assert best is not None
     before = choice.worth.of(best)
