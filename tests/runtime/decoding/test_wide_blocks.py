@@ -30,14 +30,14 @@ def wide(kind: Kind) -> Session:
     block = 20 if kind == "dflash" else 16
     second = kind == "dflash2"
     layers = ("sliding_attention",) * 2 if second else ("sliding_attention", "full_attention")
-    return session(mtp=kind == "mtp", second=second, draft_layers=layers, block=block)
+    return session(mtp=kind == "mtp", second=second, draft_layers=layers, block=block, layers=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "request_"),
     [
         ("dflash2", ONE),
-        ("mtp", DRAWN),
+        pytest.param("mtp", DRAWN, marks=pytest.mark.slow),
         pytest.param("dflash2", DRAWN, marks=pytest.mark.slow),
         pytest.param("dflash2", REJECTION, marks=pytest.mark.slow),
         pytest.param("dflash", ONE, marks=pytest.mark.slow),

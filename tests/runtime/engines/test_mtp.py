@@ -32,7 +32,7 @@ from thor_dflash.runtime.session import Request, open_session
 
 Array = NDArray[Any]
 
-TARGET = replace(GEOMETRIES["27b"], mtp=True)
+TARGET = replace(GEOMETRIES["27b"], layers=2, interval=2, mtp=True)
 SAME = 2e-5
 """Largest loss of a draft against the best id, relative to the largest logit."""
 DIFFERENT = 1e-2
@@ -47,9 +47,10 @@ class Answered:
     rows: Array
     plain: MtpModel
 
-    def loss(self, model: MtpModel) -> float:
+    def loss(self, model: MtpModel, every: int = 1) -> float:
         """The largest loss of a draft against the model's best id, relative to its logits."""
-        return max(loss for block in self.blocks for loss in self._losses(model, *block))
+        blocks = self.blocks[::every]
+        return max(loss for block in blocks for loss in self._losses(model, *block))
 
     def _losses(
         self, model: MtpModel, tokens: list[int], chain: Sequence[int], forced: int
@@ -61,7 +62,7 @@ class Answered:
 
 @cache
 def answered() -> Answered:
-    """Six prefill steps, then blocks of which 1 to 4 rows are committed."""
+    """Four prefill steps, then blocks of which 1 to 4 rows are committed."""
     with TemporaryDirectory() as held:
         root, g = Path(held), TARGET
         target = write_target(root / "target", g, 3, "f32")
@@ -72,7 +73,7 @@ def answered() -> Answered:
         s = open_session(root / "mtp.package", EngineConfig(threads=1), Silent())
         drafter = RecordedMtp()
         runs = ForcedRuns({4: (9, 8, 7), 9: (5,), 12: (30, 31), 17: (9, 8, 7)})
-        first = Request(prompt=prompt(90, seed=1), max_tokens=24)
+        first = Request(prompt=prompt(60, seed=1), max_tokens=24)
         tokens = [*first.prompt, *answer(s, first, drafter, (runs,))]
         twin = open_session(root / "raw.package", EngineConfig(threads=1), Silent())
         rows = score(twin, tokens, True, Silent())["taps"]
@@ -104,4 +105,4 @@ def test_drafts_are_those_of_the_plain_model() -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_model_with_another_rule_drafts_otherwise(wrong: str) -> None:
     a = answered()
-    assert a.loss(replace(a.plain, wrong=wrong)) >= DIFFERENT
+    assert a.loss(replace(a.plain, wrong=wrong), every=4) >= DIFFERENT
