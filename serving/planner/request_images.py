@@ -92,7 +92,8 @@ def read_pictures(
 
     Args:
         rules: None if the model sees none.
-        kept: Holds the images of earlier requests of the client `scope`, and those of this one.
+        kept: Holds the images of earlier requests of the client `scope` with the same cache_scope,
+            and those of this one.
 
     Raises:
         PlanError: bad_request.
@@ -102,13 +103,14 @@ def read_pictures(
         return {}
     rules = _checked(ask, rules, len(ask.images) + len(named))
     found = {image.id: _read(image, f"images[{i}]", rules) for i, image in enumerate(ask.images)}
+    owner = json.dumps([scope, ask.cache_scope])
     for sha256, where in named.items():
-        if (picture := kept.find(scope, sha256)) is None:
+        if (picture := kept.find(owner, sha256)) is None:
             rule = "that of an image that this client has sent lately: send it again"
             raise bad_request(f"{where} must be {rule} (got {show(sha256)})", where)
         found[sha256] = picture
     for picture in found.values():
-        kept.add(scope, picture)
+        kept.add(owner, picture)
     return found
 
 

@@ -63,18 +63,20 @@ def check_images(request: wire.PlanRequest | wire.Validate) -> None:
     Raises:
         PlanError: naming the field.
     """
-    ids = [image.id for image in request.images]
-    named = dict(named_images(request))
-    for i, name in enumerate(ids):
-        if name in ids[:i] or name in named:
+    named, ids = dict(named_images(request)), set[str]()
+    for i, image in enumerate(request.images):
+        if image.id in ids or image.id in named:
             field = f"images[{i}].id"
-            raise bad_request(f"{field} must be an id of its own (got {show(name)} again)", field)
+            raise bad_request(
+                f"{field} must be an id of its own (got {show(image.id)} again)", field
+            )
+        ids.add(image.id)
     _check_parts(request)
     shown = {part.name: where for where, part in _image_parts(request)}
     for name, where in shown.items():
         if name not in ids and name not in named:
             raise bad_request(f"{where} must be an id of images (got {show(name)})", where)
-    for i, name in enumerate(ids):
+    for i, name in enumerate(image.id for image in request.images):
         if name not in shown:
             rule = "shown by a part of a message"
             raise bad_request(

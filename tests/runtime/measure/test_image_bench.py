@@ -43,7 +43,7 @@ def test_the_work_of_the_27b_s_tower(grid: tuple[int, int], want: float) -> None
 def test_a_size_that_is_none_is_refused_before_anything_is_loaded(
     image: str, *, ready: bool
 ) -> None:
-    args = Namespace(image=[image], ready=ready, package="none", json=False)
+    args = Namespace(image=[image], ready=ready, package="none", out=None, json=False)
     with pytest.raises(ConfigError, match="--image"):
         bench.run(args, Config(), Silent())
 

@@ -113,9 +113,11 @@ def test_an_image_that_was_sent_is_named_by_its_digest(
     assert again.usage.prompt_tokens == sent.usage.prompt_tokens
     assert mock or again.text == sent.text
     request = codec.convert(named, PlanRequest)
-    with pytest.raises(PlanError) as error:
-        it.prepare(request, None, "another client")
-    assert error.value.field == f"{SHOWN}.image.sha256"
+    scoped = structs.replace(request, cache_scope="another")
+    for what, client in ((request, "another client"), (scoped, "")):
+        with pytest.raises(PlanError) as error:
+            it.prepare(what, None, client)
+        assert error.value.field == f"{SHOWN}.image.sha256"
 
 
 @pytest.mark.parametrize("mock", [False, True])
@@ -137,6 +139,19 @@ def test_tokens_are_counted_by_sizes_alone(backend: SessionBackend, *, mock: boo
         with pytest.raises(PlanError) as error:
             it.validate(codec.convert(wrong, Validate))
         assert error.value.field == field
+
+
+def test_thousands_of_images_are_refused_at_once() -> None:
+    """The I/O thread checks them: its time must not grow with the square of their number."""
+    count, data = 20_000, {"format": "png", "data": b""}
+    table = asked(*({"id": f"{i}", **data} for i in range(count)))
+    request = codec.convert(table, PlanRequest)
+    began = time.process_time()
+    validation.check(request)
+    assert time.process_time() - began < 2, "it would take seven seconds"
+    with pytest.raises(PlanError) as error:
+        MockBackend(CONFIG).read_images(request)
+    assert error.value.field == "images"
 
 
 def test_what_was_sent_long_ago_is_forgotten() -> None:

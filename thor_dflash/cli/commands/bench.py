@@ -227,8 +227,8 @@ def _images(args: Namespace, config: Config, progress: Progress) -> list[Figure]
     from thor_dflash.runtime.session import open_session
 
     sizes = [_image_size(text) for text in args.image]
-    if args.ready:
-        raise ConfigError("--image must be given without --ready (got both)")
+    if args.ready or args.out is not None:
+        raise ConfigError("--image must be given without --ready and --out (got both)")
     opened: AbstractContextManager[Session]
     if args.package is not None:
         opened = closing(open_session(args.package, config.engine, progress, reuse=REUSE))
