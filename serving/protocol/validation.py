@@ -63,8 +63,9 @@ def check_images(request: wire.PlanRequest | wire.Validate) -> None:
     Raises:
         PlanError: naming the field.
     """
+    images: tuple[wire.ImageInput | wire.ImageSize, ...] = request.images
     named, ids = dict(named_images(request)), set[str]()
-    for i, image in enumerate(request.images):
+    for i, image in enumerate(images):
         if image.id in ids or image.id in named:
             field = f"images[{i}].id"
             raise bad_request(
@@ -76,7 +77,7 @@ def check_images(request: wire.PlanRequest | wire.Validate) -> None:
     for name, where in shown.items():
         if name not in ids and name not in named:
             raise bad_request(f"{where} must be an id of images (got {show(name)})", where)
-    for i, name in enumerate(image.id for image in request.images):
+    for i, name in enumerate(image.id for image in images):
         if name not in shown:
             rule = "shown by a part of a message"
             raise bad_request(
