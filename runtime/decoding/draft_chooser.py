@@ -22,7 +22,7 @@ from thor_dflash.runtime.decoding.lookup import (
     LookupWay,
 )
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.proposers import Proposal, Proposer
+from thor_dflash.runtime.decoding.proposers import NoDrafter, Proposal, Proposer
 from thor_dflash.runtime.engines.protocol import Call
 
 HELD = 1 << 12
@@ -33,8 +33,8 @@ NEWEST = 0.1
 BETTER, WORSE = 0.15, 0.5
 """Weight of the newest block in the average of a text, by whether it raises the average: a text
 that goes wrong should be left at once."""
-EDGE = 1.0
-"""Tokens a block by which a text must be better than the drafter to be used in its place."""
+EDGE = 0.07
+"""Share of the drafter's tokens by which a text must be longer to be used in its place."""
 NEWER = 0.3
 """Weight of the newest block in the comparison of a text with the drafter."""
 FIRST = 0.75
@@ -130,7 +130,7 @@ class DraftChoice:
         self._drafts = sorted(found, key=self.worth.of, reverse=True)
         best = self._drafts[0] if self._drafts else None
         worse = best is not None and self.worth.of(best) < self.worth.drafter
-        if best is None or (drafter and (worse or self.worth.edge <= EDGE)):
+        if best is None or (drafter and (worse or self.worth.edge <= EDGE * self.worth.drafter)):
             self._drafter = drafter and full
             return None
         self._drafter = False
@@ -194,7 +194,8 @@ class DraftChooser:
         # Relaxed acceptance takes near misses of the drafter, not of a text.
         count = model.block - 1 - len(block.forced) if block.relaxed.rule == STRICT else 0
         full = block.cap == model.block
-        found = self._choice.choose(block.forced, count, drafter=block.draft, full=full)
+        drafter = block.draft and not isinstance(self.drafter, NoDrafter)
+        found = self._choice.choose(block.forced, count, drafter=drafter, full=full)
         if found is None:
             tail = self._choice.tail(model.drafts)
             return self.drafter.propose(model, progress, replace(block, tail=tail))

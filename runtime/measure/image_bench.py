@@ -13,7 +13,7 @@ from thor_dflash.core.errors import ConfigError, RequestError
 from thor_dflash.core.model_dims import PATCH, PATCH_COLUMNS, TowerDims
 from thor_dflash.core.progress import Progress
 from thor_dflash.package.manifest import encoder_name
-from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
+from thor_dflash.runtime.decoding.mtp import own_drafter
 from thor_dflash.runtime.measure.bench_report import Figure
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation
@@ -136,7 +136,7 @@ def _first_token_ms(session: Session, ids: list[int], picture: Picture) -> tuple
     assert images is not None
     ends = Conversation(boundaries=((len(images.prompt), "prompt"),))
     request = Request(prompt=images.prompt, images=images, max_tokens=ANSWER, conversation=ends)
-    proposer = DflashDrafter() if session.manifest.drafter else NoDrafter()
+    proposer = own_drafter(session.manifest)
     spent, answer = 0.0, list[int]()
     for chunk in session.run(request, proposer):
         answer += chunk.tokens

@@ -21,6 +21,7 @@ from thor_dflash.runtime.decoding.mtp import MtpDrafter
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
+from thor_dflash.runtime.vision.picture import Picture
 
 ONE = Request(prompt=prompt(80, seed=1), max_tokens=20)
 DRAWN = replace(ONE, sampling=SamplingConfig(temperature=1.0, top_k=20, top_p=0.95, seed=11))
@@ -141,3 +142,17 @@ def test_the_other_kind_of_drafter_is_refused() -> None:
         answer(mtp(), ONE, DflashDrafter())
     with pytest.raises(RequestError, match="drafter must be mtp"):
         mtp().admit(replace(ONE, drafter="dflash"))
+
+
+@pytest.mark.slow
+def test_with_an_image_in_the_prompt() -> None:
+    """Rows of an image have a token that no embedding stands for, and positions of their own."""
+    s = session("seeing", mtp=True)
+    pixels = np.random.default_rng(3).integers(0, 256, (96, 128, 3), dtype=np.uint8)
+    ids, found = (*prompt(40, 1), 240, 241, 242, *prompt(30, 2)), list[object]()
+    for drafter in (NoDrafter(), MtpDrafter()):
+        images = s.images(ids, [Picture(pixels)])
+        assert images is not None
+        asked = Request(prompt=images.prompt, max_tokens=16, images=images)
+        found.append(answer(s, asked, drafter, (RUNS,)))
+    assert found[0] == found[1]

@@ -330,7 +330,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
     Raises:
         ConfigError: the context is too short for that.
     """
-    from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
+    from thor_dflash.runtime.decoding.mtp import own_drafter
     from thor_dflash.runtime.measure.bench_report import Figure
     from thor_dflash.runtime.measure.startup import since_start
     from thor_dflash.runtime.session import Request, open_session
@@ -345,7 +345,7 @@ def ready_here(package: Path, config: EngineConfig, progress: Progress) -> list[
                 f"engine.capacity must be at least {capacity + lacks} for --ready: a prompt of "
                 f"{len(PROMPT)} tokens, an answer of {ANSWER_TOKENS} and a block (got {capacity})"
             )
-        drafter = DflashDrafter() if session.manifest.drafter else NoDrafter()
+        drafter = own_drafter(session.manifest)
         request = Request(prompt=PROMPT, max_tokens=ANSWER_TOKENS, stop=frozenset())
         for _ in session.run(request, drafter):
             pass

@@ -115,7 +115,7 @@ def _check_used(args: Namespace, config: BuildConfig) -> None:
         if key == "build.draft_ids" and args.drafter is None and config.draft_ids:
             raise ConfigError(f"{key} must go with --drafter (got none)")
         if key == "build.drafts" and args.drafter != Path(MTP):
-            raise ConfigError(f"{key} must go with --drafter mtp (got {args.drafter})")
+            raise ConfigError(f"{key} must go with --drafter mtp (got {args.drafter or 'none'})")
 
 
 def _chats(target: Path) -> bool:
