@@ -14,6 +14,8 @@ from thor_dflash.core.strict_records import as_list, as_table, read_text, unique
 from thor_dflash.runtime.text.messages import chat
 
 FileFormat = Literal["jpeg", "png"]
+ImageFile = tuple[FileFormat, bytes]
+"""Format and bytes of an image."""
 STDIN = 0
 """The descriptor of standard input."""
 
@@ -53,9 +55,7 @@ def read_prompt(what: str, text: str) -> str:
     return text
 
 
-def read_images(
-    paths: Sequence[str], text: str | None, option: str
-) -> list[tuple[FileFormat, bytes]]:
+def read_images(paths: Sequence[str], text: str | None, option: str) -> list[ImageFile]:
     """Format and bytes of image files that go with a text.
 
     Raises:
@@ -63,23 +63,24 @@ def read_images(
     """
     if paths and text is None:
         raise RequestError(f"--image must go with {option} (got none)")
-    found: list[tuple[FileFormat, bytes]] = []
-    for path in paths:
-        try:
-            with Path(path).open("rb") as file:
-                data = file.read(MOST_IMAGE_BYTES + 1)
-        except OSError as e:
-            raise RequestError(f"--image {path} must be a readable file (got: {e.strerror})") from e
-        if len(data) > MOST_IMAGE_BYTES:
-            rule = f"at most {MOST_IMAGE_BYTES} bytes"
-            raise RequestError(f"--image {path} must be {rule} (got more)")
-        kinds: list[FileFormat] = [
-            kind for kind, magic in IMAGE_MAGIC.items() if data.startswith(magic)
-        ]
-        if not kinds:
-            raise RequestError(f"--image {path} must be a JPEG or PNG (got another file)")
-        found.append((kinds[0], data))
-    return found
+    return [_image_file(Path(path), f"--image {path}") for path in paths]
+
+
+def _image_file(path: Path, what: str) -> ImageFile:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_IMAGE_BYTES + 1)
+    except (OSError, ValueError) as e:
+        got = e.strerror if isinstance(e, OSError) else e
+        raise RequestError(f"{what} must be a readable file (got: {got})") from e
+    if len(data) > MOST_IMAGE_BYTES:
+        raise RequestError(f"{what} must be at most {MOST_IMAGE_BYTES} bytes (got more)")
+    kinds: list[FileFormat] = [
+        kind for kind, magic in IMAGE_MAGIC.items() if data.startswith(magic)
+    ]
+    if not kinds:
+        raise RequestError(f"{what} must be a JPEG or PNG (got another file)")
+    return kinds[0], data
 
 
 def read_schema(path: Path) -> dict[str, Any]:
@@ -94,13 +95,34 @@ def read_schema(path: Path) -> dict[str, Any]:
     return table
 
 
-def read_chat(path: Path) -> list[dict[str, str]]:
-    """Read a chat.
+def read_chat(path: Path) -> tuple[list[dict[str, Any]], list[ImageFile]]:
+    """Read a chat, and the images that it shows: parts {"type": "image", "file": NAME} name files
+    beside it.
 
     Raises:
-        RequestError: it is not one; the message names the wrong entry.
+        RequestError: it is not one, or a file is no image; the message names the wrong entry.
     """
-    return chat(read_json(path))
+    images, value = list[ImageFile](), read_json(path)
+    if (entries := as_list(value)) is None:
+        return chat(value), images
+    turns: list[object] = []
+    for i, entry in enumerate(entries):
+        fields = as_table(entry)
+        if fields and (parts := as_list(fields.get("content"))) is not None:
+            where = f"messages[{i}].content"
+            shown = [_part(p, path.parent, f"{where}[{j}]", images) for j, p in enumerate(parts)]
+            entry = {**fields, "content": shown}
+        turns.append(entry)
+    return chat(turns, len(images)), images
+
+
+def _part(part: object, folder: Path, where: str, images: list[ImageFile]) -> object:
+    fields = as_table(part) or {}
+    name = fields.get("file")
+    if fields.keys() != {"type", "file"} or fields["type"] != "image" or not isinstance(name, str):
+        return part
+    images.append(_image_file(folder / name, f"{where}.file"))
+    return {"type": "image"}
 
 
 def read_tokens(path: Path) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from thor_dflash.cli import input_files
 from thor_dflash.cli.input_files import (
-    FileFormat,
     in_vocabulary,
     read_chat,
     read_schema,
@@ -43,7 +42,7 @@ class PromptOptions:
     """JSON schema of the answer after the thinking."""
     drafts: tuple[str, ...] = ()
     """Texts that the answer after the thinking may repeat."""
-    images: list[tuple[FileFormat, bytes]] = field(default_factory=list[tuple[FileFormat, bytes]])
+    images: list[input_files.ImageFile] = field(default_factory=list["input_files.ImageFile"])
     """Format and bytes of each image that the messages show."""
     _pictures: list[Picture] = field(default_factory=list["Picture"])
     _prompt: tuple[int, ...] | None = None
@@ -109,7 +108,8 @@ def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
     if drafts and config.drafter not in ("auto", "lookup"):
         raise ConfigError(f"--draft must go with --drafter auto or lookup (got {config.drafter})")
     images = input_files.read_images(getattr(args, "image", ()), args.prompt, "--prompt")
-    return PromptOptions(_messages(args, len(images)), tokens, schema, drafts, images)
+    messages, shown = _messages(args, len(images))
+    return PromptOptions(messages, tokens, schema, drafts, [*images, *shown])
 
 
 def _encoded(texts: tuple[str, ...], session: Session) -> tuple[tuple[int, ...], ...]:
@@ -185,7 +185,7 @@ def _value(config: DecodeConfig, section: str, name: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _pictures(images: list[tuple[FileFormat, bytes]], manifest: Manifest) -> list[Picture]:
+def _pictures(images: list[input_files.ImageFile], manifest: Manifest) -> list[Picture]:
     """Decode and resize images for a package."""
     if not images:
         return []
@@ -202,13 +202,17 @@ def _pictures(images: list[tuple[FileFormat, bytes]], manifest: Manifest) -> lis
         raise RequestError(f"--image: {e}") from e
 
 
-def _messages(args: Namespace, images: int) -> list[dict[str, Any]] | None:
-    """The chat of the command line, its images after its text; None if token ids are given."""
+def _messages(
+    args: Namespace, images: int
+) -> tuple[list[dict[str, Any]] | None, list[input_files.ImageFile]]:
+    """The chat of the command line, its images after its text, or of a file, with the images that
+    it names; None if token ids are given.
+    """
     if args.prompt is not None:
         text = input_files.read_prompt("--prompt", args.prompt)
         parts = [{"type": "text", "text": text}, *[{"type": "image"}] * images]
-        return [{"role": "user", "content": parts if images else text}]
-    return read_chat(args.messages) if args.messages else None
+        return [{"role": "user", "content": parts if images else text}], []
+    return read_chat(args.messages) if args.messages else (None, [])
 
 
 def _render(

@@ -26,6 +26,7 @@ from thor_dflash.serving.client import PlanError, client
 from thor_dflash.serving.planner.mock_backend import PLAN, MockBackend
 from thor_dflash.serving.planner.planner import LocalPlanner
 from thor_dflash.serving.planner.session_backend import SessionBackend
+from thor_dflash.serving.protocol import validation
 from thor_dflash.serving.protocol.messages import Chunk, PlanRequest, Result
 from thor_dflash.serving.server.server import EXIT_HUNG
 
@@ -46,6 +47,37 @@ def test_every_option_of_a_plan_is_requested_and_no_other() -> None:
     request = plan._request(parser.parse(["plan", "Bring it.", *words]))
     assert request == PlanRequest(prompt="Bring it.", stream="all", **expected)
     assert plan._request(parser.parse(["plan", "x"])) == PlanRequest(prompt="x", stream="all")
+
+
+def test_images_of_a_chat_are_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    files = {"a.png": b"\x89PNG\r\n\x1a\n1", "in/b.jpg": b"\xff\xd8\xff2"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    text = {"type": "text", "text": "See."}
+    shown = [{"type": "image", "file": name} for name in files]
+    chat = [
+        {"role": "system", "content": "Plan."},
+        {"role": "user", "content": [shown[1], text]},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [text, shown[0]]},
+    ]
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(chat))
+    request = plan._request(parser.parse(["plan", "--messages", str(path)]))
+    validation.check(request)
+    assert [(i.format, i.data) for i in request.images] == [
+        ("jpeg", files["in/b.jpg"]), ("png", files["a.png"]),
+    ]  # fmt: skip
+    assert validation.image_names(request) == [i.id for i in request.images]
+    for part in (
+        {"type": "image", "file": "no.png"},
+        {"type": "image"},
+        {"type": "image", "file": 3},
+    ):
+        path.write_text(json.dumps([{"role": "user", "content": [text, part]}]))
+        with pytest.raises(RequestError, match="messages"):
+            plan._request(parser.parse(["plan", "--messages", str(path)]))
 
 
 @pytest.mark.parametrize(

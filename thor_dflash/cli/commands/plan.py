@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -70,7 +70,7 @@ def _request(args: Namespace) -> PlanRequest:
     if args.skills is not None:
         given["skills"] = read_skills(args.skills)
     if args.messages is not None:
-        given["messages"] = read_chat(args.messages)
+        given |= _sent(*read_chat(args.messages))
     if args.draft:
         given["drafts"] = tuple(read_prompt("--draft", text) for text in args.draft)
     images = read_images(args.image, args.prompt, "TEXT")
@@ -85,11 +85,30 @@ def _asked(text: str, images: Sequence[tuple[str, bytes]]) -> dict[str, Any]:
     """The fields of a text, and of the images that it is about, which come after it."""
     if not images:
         return {"prompt": text}
-    named = {f"image{i}": image for i, image in enumerate(images)}
-    parts = [{"type": "text", "text": text}, *({"type": "image", "image": n} for n in named)]
+    parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in images)]
+    return _sent([{"role": "user", "content": parts}], images)
+
+
+def _sent(
+    turns: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, bytes]]
+) -> dict[str, Any]:
+    """The fields of a chat, whose parts show these images one after the other."""
+    names = iter(range(len(images)))
+
+    def named(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return [
+            {**part, "image": f"image{next(names)}"} if part["type"] == "image" else part
+            for part in content
+        ]
+
     return {
-        "messages": [{"role": "user", "content": parts}],
-        "images": [{"id": n, "format": kind, "data": data} for n, (kind, data) in named.items()],
+        "messages": [{**turn, "content": named(turn["content"])} for turn in turns],
+        "images": [
+            {"id": f"image{i}", "format": kind, "data": data}
+            for i, (kind, data) in enumerate(images)
+        ],
     }
 
 
