@@ -20,6 +20,9 @@ class ChunkWriter:
         self._progress = stream == "all"
         self._steps = (format or JsonPlan()).reader() if stream in ("steps", "all") else None
         self._begun = {True: False, False: False}
+        self._thought = False
+        self._held = ""
+        """Blank lines of the thinking, which are its end if no more of it follows."""
         self._index = 0
 
     def prefill(self, tokens: int) -> list[messages.Chunk]:
@@ -44,10 +47,15 @@ class ChunkWriter:
 
     def _piece(self, piece: TextPiece) -> list[messages.Chunk]:
         text = "" if piece.thinking and piece.text in MARKS else piece.text
-        if not self._begun[piece.thinking]:
+        self._thought = self._thought or piece.thinking
+        if self._thought and not self._begun[piece.thinking]:
             # As in the result: drop the blank lines that the chat template puts before the
-            # thinking and before the answer.
+            # thinking, after it, and before the answer.
             text = text.lstrip("\n")
+        if piece.thinking:
+            text = self._held + text
+            kept = text.rstrip("\n")
+            self._held, text = text[len(kept) :], kept
         if not text:
             return []
         self._begun[piece.thinking] = True
