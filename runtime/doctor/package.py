@@ -48,7 +48,7 @@ def read(path: Path) -> tuple[Manifest | None, Finding]:
     size = sum(entry.bytes for entry in found.files.values())
     text = (
         f"engine {found.engine}, format {found.format}, built by {found.tool}, "
-        f"{len(found.files)} files, {amount(size, 'bytes')}"
+        f"{len(found.files)} files, {amount(size, 'bytes')}{', sees images' * bool(found.vision)}"
     )
     return found, Finding("package", "ok", text)
 

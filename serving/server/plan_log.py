@@ -39,6 +39,7 @@ def _of_result(result: messages.Result) -> dict[str, Any]:
         "valid": str(result.plan_valid).lower(),
         "prompt": usage.prompt_tokens,
         "cached": usage.cached_tokens,
+        **({"images": len(result.images)} if result.images else {}),
         "thinking": usage.thinking_tokens,
         "answer": usage.output_tokens,
         "accept_len": f"{spec.accept_len if spec else 1.0:.2f}",

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 from support.image_requests import BAD, SHOWN, TEXT, asked, raw, showing
-from support.seeing_model import frame, seeing_session
+from support.seeing_model import frame, seeing_package, seeing_session
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ModelFault, PlanError
 from thor_dflash.core.tensors import Array
+from thor_dflash.runtime.doctor import package as doctor
 from thor_dflash.runtime.session import Request
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.client.options import Options
@@ -251,8 +252,9 @@ def test_the_tower_runs_before_the_server_is_ready(monkeypatch: pytest.MonkeyPat
         self_test.tower_ms(session)
 
 
-def test_a_server_says_that_it_sees(backend: SessionBackend) -> None:
+def test_a_server_and_the_doctor_say_that_it_sees(backend: SessionBackend) -> None:
     assert "images" in backend.about.features
+    assert "sees images" in doctor.read(seeing_package())[1].text
 
 
 @pytest.mark.parametrize("how", [codec.JSON, codec.MSGPACK], ids=lambda how: how.name)

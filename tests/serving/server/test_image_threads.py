@@ -103,3 +103,4 @@ def test_a_server_outlives_hostile_files(house: Any, name: str) -> None:
     reply = peer.ask(**picture(data, kind, id="a"))
     assert (reply["code"], reply["field"]) == ("bad_request", "images[0].data")
     assert peer.ask(**picture(id="b"))["images"][0]["id"] == "cam"
+    assert any(" id=b " in line and " images=1 " in line for line in house.log)
