@@ -19,7 +19,7 @@ def test_a_mark_of_thinking_inside_an_answer_is_text() -> None:
 def test_blank_lines_are_those_of_the_result() -> None:
     """They go at both ends of the thinking and before the answer behind it, and nowhere else."""
 
-    def told(*pieces: tuple[str, bool]) -> tuple[str, str]:
+    def streamed(*pieces: tuple[str, bool]) -> tuple[str, str]:
         writer = ChunkWriter("text")
         chunks = [
             c for text, thinking in pieces for c in writer.cycle([TextPiece(text, thinking)], 1)
@@ -29,10 +29,10 @@ def test_blank_lines_are_those_of_the_result() -> None:
         return found[0], found[1]
 
     ended = ("</think>", True)
-    assert told(("\n", True), ("a\n", True), ("\nb\n\n", True), ended, ("\n\nc\n", False)) == (
+    assert streamed(("\n", True), ("a\n", True), ("\nb\n\n", True), ended, ("\n\nc\n", False)) == (
         "a\n\nb",
         "c\n",
     )
-    assert told(("a\n", True)) == ("a", "")
-    assert told(ended, ("\nc", False)) == ("", "c")
-    assert told(("\n\nc", False)) == ("", "\n\nc")
+    assert streamed(("a\n", True)) == ("a", "")
+    assert streamed(ended, ("\nc", False)) == ("", "c")
+    assert streamed(("\n\nc", False)) == ("", "\n\nc")
