@@ -9,7 +9,18 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.client.client import RemotePlanner
 from thor_dflash.serving.client.connection import LostRequest
 from thor_dflash.serving.client.options import Options
-from thor_dflash.serving.protocol.messages import Chunk, Message, PlanRequest, Result, Validate
+from thor_dflash.serving.protocol.messages import (
+    Chunk,
+    ImageDigest,
+    ImageInput,
+    ImagePart,
+    ImageSize,
+    Message,
+    PlanRequest,
+    Result,
+    TextPart,
+    Validate,
+)
 
 if TYPE_CHECKING:
     from thor_dflash.serving.client.async_client import AsyncPlanner
@@ -21,6 +32,10 @@ __all__ = [
     "Ask",
     "AsyncPlanner",
     "Chunk",
+    "ImageDigest",
+    "ImageInput",
+    "ImagePart",
+    "ImageSize",
     "LostRequest",
     "Message",
     "Options",
@@ -28,6 +43,7 @@ __all__ = [
     "PlanRequest",
     "RemotePlanner",
     "Result",
+    "TextPart",
     "Validate",
 ]
 
