@@ -81,9 +81,8 @@ class DraftWorth:
         pairs = enumerate(zip(draft.tokens, tokens, strict=False))
         wrong = next((i for i, (x, y) in pairs if x != y), None)
         # Where the drafter stopped and the text goes on, the text is expected to go on for longer.
-        text = self.of(draft) if wrong is None else wrong + 1
-        gain = max(text, len(tokens)) if wrong is None else text
-        self.edge += NEWER * (min(gain, width) - len(tokens) - self.edge)
+        text = max(self.of(draft), len(tokens)) if wrong is None else wrong + 1
+        self.edge += NEWER * (min(text, width) - len(tokens) - self.edge)
 
     def compared(self, draft: LookupDraft, tokens: Sequence[int]) -> None:
         """Note what was committed where a text had this draft, whether or not it was used."""

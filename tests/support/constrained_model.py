@@ -50,14 +50,20 @@ SMALL = {
 
 @cache
 def package(
-    chunk: int = 32, chunks: tuple[int, ...] = (), template: str = "", seed: int = 5
+    chunk: int = 32,
+    chunks: tuple[int, ...] = (),
+    template: str = "",
+    seed: int = 5,
+    mtp: bool = False,
 ) -> Path:
     """Returns a package with random weights and a tokenizer, removed when the process ends. It has
     one layer of each kind: what grammars and servers do does not depend on the number of layers.
+    With `mtp` the drafter is the target's MTP layer.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
     root, geometry = Path(held.name), replace(GEOMETRIES["27b"], vocab=VOCAB, layers=2, interval=2)
+    geometry = replace(geometry, mtp=mtp)
     write_target(root / "target", geometry, seed)
     write_drafter(root / "drafter", geometry, DrafterGeometry(taps=(0, 1)), 4)
     for name in files.FILES:
@@ -66,7 +72,8 @@ def package(
     if template:
         (root / "target" / files.TEMPLATE).write_text(template, encoding="utf-8")
     config = BuildConfig(chunk=chunk, chunks=chunks, capacity=768)
-    build(root / "target", root / "drafter", root / "package", config, Silent())
+    drafter = "mtp" if mtp else root / "drafter"
+    build(root / "target", drafter, root / "package", config, Silent())
     return root / "package"
 
 

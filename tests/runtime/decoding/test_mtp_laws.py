@@ -4,22 +4,27 @@ does not depend on what ran before.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
+from support.constrained_model import SMALL, asked, package
 from support.loop_models import ForcedRuns, RecordedMtp, answer, prompt, session
 
-from thor_dflash.config.decode import DraftConfig, SamplingConfig
+from thor_dflash.config.decode import GREEDY, BudgetConfig, DraftConfig, SamplingConfig
+from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.draft_chooser import DraftChooser
 from thor_dflash.runtime.decoding.lookup import LookupTexts
 from thor_dflash.runtime.decoding.mtp import MtpDrafter
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
-from thor_dflash.runtime.session import Request, Session
+from thor_dflash.runtime.session import Request, Session, open_session
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
 from thor_dflash.runtime.vision.picture import Picture
 
@@ -145,6 +150,25 @@ def test_the_other_kind_of_drafter_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN.sampling])
+def test_under_a_grammar_and_a_budget(sampling: SamplingConfig) -> None:
+    with closing(open_session(package(mtp=True), EngineConfig(threads=1), Silent())) as s:
+        request = replace(
+            asked(True, max_tokens=160),
+            grammar=s.grammar(SMALL),
+            budget=BudgetConfig(tokens=20, message="\n</think>\n\n"),
+            sampling=sampling,
+        )
+        drafters: tuple[Literal["none", "mtp", "auto"], ...] = ("none", "mtp", "auto")
+        answers = [
+            [token for chunk in s.generate(replace(request, drafter=one)) for token in chunk.tokens]
+            for one in drafters
+        ]
+    assert answers[0] == answers[1] == answers[2]
+    assert len(answers[0]) > 10
+
+
+@pytest.mark.slow
 def test_with_an_image_in_the_prompt() -> None:
     """Rows of an image have a token that no embedding stands for, and positions of their own."""
     s = session("seeing", mtp=True)
@@ -153,6 +177,6 @@ def test_with_an_image_in_the_prompt() -> None:
     for drafter in (NoDrafter(), MtpDrafter()):
         images = s.images(ids, [Picture(pixels)])
         assert images is not None
-        asked = Request(prompt=images.prompt, max_tokens=16, images=images)
-        found.append(answer(s, asked, drafter, (RUNS,)))
+        shown = Request(prompt=images.prompt, max_tokens=16, images=images)
+        found.append(answer(s, shown, drafter, (RUNS,)))
     assert found[0] == found[1]
