@@ -129,6 +129,7 @@ def test_goals_show_the_newest_frames_of_cameras(ros: Robotics) -> None:
     front, side, chatted, depth, stopped, silent, other, unknown, both = ros.robot(
         "cameras", jpeg, json.dumps(goals)
     )
+    assert front["state"] == "succeeded", front
     assert [image["id"] for image in front["images"]] == ["/front/image", "/grey/image"]
     grey = np.repeat(np.arange(64, dtype=np.uint8)[None, :, None], 48, axis=0).repeat(3, axis=2)
     black = np.zeros((48, 64, 3), np.uint8)
