@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from support.image_requests import BAD, SHOWN, TEXT, asked, raw, showing
 from support.seeing_model import frame, seeing_package, seeing_session
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import ModelFault, PlanError
+from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.tensors import Array
 from thor_dflash.runtime.doctor import package as doctor
+from thor_dflash.runtime.measure.image_bench import measure_image
 from thor_dflash.runtime.session import Request
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.serving.client.options import Options
@@ -250,6 +252,19 @@ def test_the_tower_runs_before_the_server_is_ready(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(model, "encode", lambda picture: np.full((1, 8), np.nan, np.float32))
     with pytest.raises(ModelFault):
         self_test.tower_ms(session)
+
+
+def test_only_a_new_picture_costs_the_tower() -> None:
+    session = seeing_session()
+    assert session.encoder
+    totals = session.encoder.totals
+    images, hits = totals.images, totals.hits
+    found = measure_image(session, (64, 64), rounds=1)
+    assert (totals.images - images, totals.hits - hits) == (6, 4), "two rounds of three prompts"
+    assert min(astuple(found.times)) > 0
+    assert found.grid.tokens == 4
+    with pytest.raises(ConfigError, match="--image"):
+        measure_image(session, (4, 64))
 
 
 def test_a_server_and_the_doctor_say_that_it_sees(backend: SessionBackend) -> None:
