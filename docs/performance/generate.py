@@ -322,7 +322,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tuning steps": table("tune", "steps"),
     "tuning changed": table("tune", "changed"),
     "tuning twice": table("tune", "tuned twice"),
-    "tuning figure": table_bars("tune", "steps", 2, "ms"),
+    "tuning figure": table_bars("planted", "planted", 3, "us"),
     "tuning planted": table("planted", "planted"),
     "tuning parts": table("part", "tuning"),
     "tuning parts steps": table("part", "steps"),

@@ -234,9 +234,10 @@ def cut_candidates(
     *,
     by_head: bool = False,
 ) -> tuple[CutChoice, ...]:
-    """Returns the choice of `partition`, then, for each kind of block and cluster size, the cut of
-    the least estimated cost into as many clusters as are active at once, if it may be worth a try;
-    of the rule's own kind, the best two. Cuts that give the same items are returned once.
+    """Returns the choice of `partition`, then, for each kind of block and cluster size, the cuts of
+    the least estimated cost into as many clusters as FIT says and as are active at once, if they
+    may be worth a try; of the rule's own kind, one more. Cuts that give the same items are returned
+    once.
     """
     ranked = _ranked(plan, multiprocessors, by_head=by_head)
     least, rule, cut = ranked[0]
@@ -246,10 +247,11 @@ def cut_candidates(
         kinds.setdefault((one[1].warps, one[1].parts), []).append(one)
     for cuts in kinds.values():
         best = cuts[0][1]
+        tried = cuts[: 2 if best == rule else 1]
         if active and (count := max(1, active(best))) != best.clusters:
             counted = [replace(choice, clusters=count) for _, choice, _ in cuts]
-            cuts = _by_cost(plan, counted, by_head=by_head)
-        for cost, choice, cut in cuts[: 2 if best == rule else 1]:
+            tried = [*tried, *_by_cost(plan, counted, by_head=by_head)[:1]]
+        for cost, choice, cut in tried:
             if cost <= WORTH * least:
                 found.setdefault(cut, choice)
     return tuple(found.values())

@@ -1,8 +1,8 @@
 """Decides which of several launches is the fastest, or that a measurement cannot tell.
 
 The first launch is the rule's. Another replaces it only if it wins twice: in a first measurement of
-all, and in a second one against the rule's alone, in nearly every round of it. A launch that is not
-faster wins that second measurement once in a hundred times.
+all, and in a second one against the rule's alone, in nearly every round of it, or in most of many
+rounds. A launch that is not faster wins that second measurement once in fifty times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ ROUNDS = 6
 EARLY, HOPELESS = 2, 1.02
 """Rounds after which a launch that was slower in all of them is dropped, if its median exceeds the
 rule's by this factor."""
-SECOND, WINS = 10, 9
-"""Rounds of the second measurement, and how many a launch must win."""
+SECOND, WINS, LOST = 10, 9, 5
+"""Rounds of the second measurement; how many won decide it, and with how few it is lost."""
+THIRD, MOST_WINS = 30, 22
+"""Rounds in all if that decides nothing, and how many a launch must win."""
 MARGIN = 0.001
 """Smallest gain that counts, as a share of the chain's time."""
 
@@ -64,15 +66,21 @@ def _wins(best: int, sample: Sample, samples: Sequence[list[Times]]) -> bool:
     launch appear faster than it is. A launch must not be slower in any context.
     """
     rule, mine = list[Times](), list[Times]()
-    for number in range(SECOND):
+    wins, rounds = 0, SECOND
+    for number in range(THIRD):
         for i in (0, best) if number % 2 == 0 else (best, 0):
             (rule if i == 0 else mine).append(sample(i))
+        wins += sum(mine[-1]) < sum(rule[-1])
+        if number + 1 == SECOND:
+            if not LOST < wins < WINS:
+                break
+            rounds = THIRD
     samples[0].extend(rule)
     samples[best].extend(mine)
-    wins = sum(sum(a) < sum(b) for a, b in zip(mine, rule, strict=True))
     before, after = _medians(rule), _medians(mine)
     each = all(a <= b * (1 + MARGIN) for a, b in zip(after, before, strict=True))
-    return wins >= WINS and each and sum(after) < sum(before) * (1 - MARGIN)
+    enough = wins >= (WINS if rounds == SECOND else MOST_WINS)
+    return enough and each and sum(after) < sum(before) * (1 - MARGIN)
 
 
 def _medians(samples: Sequence[Times]) -> Times:

@@ -28,6 +28,12 @@ def test_a_slow_rule_is_replaced_by_the_fastest(drift: float) -> None:
     assert found.count(2) == 50
 
 
+def test_a_gain_within_the_noise_takes_more_rounds() -> None:
+    times = [(100.0,), (98.5,)]
+    found = [search(2, device(times, 0.01, seed)).chosen for seed in range(50)]
+    assert found.count(1) > 30
+
+
 def test_noise_alone_seldom_replaces_a_rule() -> None:
     flips = sum(search(5, device([(100.0,)] * 5, 0.01, seed)).chosen > 0 for seed in range(300))
     assert flips <= 9, "3 % of 300"
