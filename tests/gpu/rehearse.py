@@ -134,10 +134,11 @@ class Rehearsal:
         shape = ["--shape", self.args.shape]
         shape += ["--layers", str(self.args.layers)] if self.args.layers else []
         found: dict[str, Any] = {"resumed": (self.args.work / ".bf16.partial").exists()}
-        if not self.paths["bf16"].exists():
-            found |= self.must("synth", *shape, "--out", self.paths["bf16"])
+        # The drafter first: it is small, and refuses too few layers.
         if self.args.drafter and not self.paths["drafter"].exists():
             self.must("synth", *shape, "--drafter", "--out", self.paths["drafter"])
+        if not self.paths["bf16"].exists():
+            found |= self.must("synth", *shape, "--out", self.paths["bf16"])
         self.note("synth", {**found, "bytes": size_of(self.paths["bf16"])})
 
     def quantize(self) -> None:
