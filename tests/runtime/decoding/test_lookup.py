@@ -92,6 +92,17 @@ def test_forced_ids_come_before_the_draft() -> None:
     assert choice.worth.of(best) > before, "forced ids are no part of what a draft is compared with"
 
 
+def test_a_text_must_have_been_longer_than_the_drafters_blocks() -> None:
+    text = [*range(20, 90)]
+    choice = DraftChoice(index([1], session=[[1, *text]]), DraftWorth(6), 16)
+    for at in (0, 6):
+        assert choice.choose((), 15, drafter=True) is None
+        choice.learn(text[at : at + 6])  # the drafter stops there; the text goes on
+    best = choice.choose((), 15, drafter=True)
+    assert best is not None
+    assert best.tokens == tuple(text[12:27])
+
+
 def test_a_place_is_kept_behind_one_token_that_differs() -> None:
     found = index([1, 2], drafts=[[1, 2, 3, 4, 5, 6, 7, 8]])
     [draft] = found.drafts((), 3)
