@@ -7,7 +7,7 @@
 # make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
 # make twin    planner-nano trained without quantisation, on a GPU; PYTHON must have torch
-# make quality    what quantising the twin costs (without make twin: a stand-in); an hour of a core
+# make quality    what quantising the twin costs (without make twin: a stand-in); half an hour
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
 # make clean    removes .venv, .venv-ros and what was built
 #
