@@ -108,7 +108,10 @@ def tune(
     """Measure the launches of a bench, as `tune_package`. `name`: of the package in the record."""
     begun, file, device = time.monotonic(), bench.engine.tunings, bench.engine.info.device
     record = file.read()
-    if record is None or record.power != file.power or again:
+    if record is None or record.power != file.power:
+        record = file.empty()
+    file.write(record)  # a directory that cannot keep it is refused now
+    if again:
         record = file.empty()
     timer = ChainTimer(bench)
     with progress.task("looking for candidates"):

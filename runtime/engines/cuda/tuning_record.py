@@ -7,7 +7,6 @@ server write and every engine of that device reads. How K is cut decides how sum
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -162,9 +161,8 @@ class TuningFile:
             EngineError: a file is not as `write` writes it.
         """
         for path in (self.path, *sorted(self.directory.glob(f"{self._stem}.*.json"))):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat():
-                    return self._load(path)
+            if path.is_file():
+                return self._load(path)
         return None
 
     def _load(self, path: Path) -> TuningRecord:

@@ -215,6 +215,15 @@ def test_a_package_of_another_engine_is_refused(
         tune_package(made, config, Silent())
 
 
+def test_a_directory_that_cannot_keep_a_record_is_refused_before_anything_is_measured(
+    made: Path, device: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(ChainTimer, "sample")
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match="engine.tunings must be a directory"):
+        tune_package(made, EngineConfig(tunings=str(tmp_path / "file" / "in")), Silent())
+
+
 @pytest.mark.parametrize("tune", ["auto", "required", "off"])
 def test_a_doctor_offers_what_is_missing(
     tune: Literal["auto", "off", "required"],
