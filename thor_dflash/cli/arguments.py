@@ -216,7 +216,7 @@ def draft_vocab(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--accept-length X", "tokens per cycle, without a package to measure them",
          type=float)  # fmt: skip
     _add(sub, "--schema FILE.json", "JSON schema whose names must be in the list")
-    _add(sub, "--size N", "number of ids, even (default: the fastest that loses at most 1%)")
+    _add(sub, "--size N", "number of ids, even (default: the fastest that loses at most 1 %%)")
     _add(sub, "--force", "write the list of --size also if it would not be recommended")
 
 
