@@ -204,7 +204,8 @@ def _pair_loss(run: TrainingRun, pair: SeeingPair) -> Callable[..., Tensor]:
 def _compile(run: TrainingRun, loss: Callable[..., Tensor]) -> None:
     """Run a step on rows of nothing."""
     size = (run.rows, corpus.ROW)
-    pos = torch.arange(corpus.ROW, device=run.device).expand(size)
+    # Layers are compiled for the strides that they see: none of these may be a view.
+    pos = torch.arange(corpus.ROW, device=run.device).repeat(run.rows, 1)
     store = PictureTable(torch.zeros(1, SIDE, SIDE, dtype=torch.uint8, device=run.device))
     answer = torch.ones(size, dtype=torch.bool, device=run.device)
     slot = torch.full(size, -1, device=run.device)
@@ -213,7 +214,7 @@ def _compile(run: TrainingRun, loss: Callable[..., Tensor]) -> None:
         pos,
         answer.float(),
         answer,
-        pos[..., None].expand(*size, 3),
+        pos[..., None].repeat(1, 1, 3),
         slot,
     )
     with autocast(run):
