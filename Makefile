@@ -6,6 +6,7 @@
 # make formats    plans in other formats before BehaviorTree.CPP and a PDDL validator; installs them
 # make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
+# make eyes    planner-nano trained to see, on a GPU; PYTHON must have torch
 # make twin    planner-nano trained without quantisation, on a GPU; PYTHON must have torch
 # make quality    what quantising the twin costs (without make twin: a stand-in); half an hour
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
@@ -82,6 +83,13 @@ quality: $(RUN_READY)
 		$(if $(wildcard $(TWIN)/target/*.safetensors),--work build/quality-twin \
 		--twin $(TWIN)/target --drafter $(TWIN)/drafter,--work build/quality)
 
+# How far it comes: calib/nano/README.md, "With pictures".
+eyes:
+	@mkdir -p build/eyes && cp -r models/planner-nano/target models/planner-nano/drafter build/eyes/
+	@PYTHONPATH=. $(PYTHON) -m thor_dflash.calib.nano.train --eyes --models build/eyes --work build/nano-eyes \
+		--start models/planner-nano/target --stage tower target export eval --tower-seconds 60 \
+		--docs 160000 --rows 32 --anchors 16 --seconds 400 --begin 0.3 --held 180
+
 format: $(DEV_READY)
 	@$(BIN)/ruff check -q --fix --exit-zero . && $(BIN)/ruff format .
 
@@ -120,5 +128,5 @@ endif
 clean:
 	rm -rf $(VENV) .venv-ros build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
-.PHONY: help test test-full emulator mutations agents formats ros demo twin quality format \
+.PHONY: help test test-full emulator mutations agents formats ros demo twin eyes quality format \
 	interpreter clean

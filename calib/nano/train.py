@@ -73,7 +73,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and run one or more stages in order."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.eyes and (not args.quant or args.drafter == 2 or "drafter" in args.stage):
+        parser.error(
+            "--eyes must go without --no-quant, --drafter 2 and the stage drafter, whose work is "
+            "part of the stage target"
+        )
     options = vars(args)
     chosen = options.pop("stage")
     run = TrainingRun(**options)
@@ -131,8 +137,6 @@ def train_drafter(run: TrainingRun) -> None:
     """Train the drafter on greedy outputs of the frozen exported target; one in five documents is
     from the corpus instead.
     """
-    if run.eyes:
-        raise ValueError("--stage drafter must go without --eyes: the stage target trains both")
     target = load_target(run)
     docs = target_documents(run, target) + corpus.documents(
         run.target_dir / "tokenizer.json", run.rollouts // 4, "c", run.workers

@@ -210,29 +210,6 @@ def sources(*kinds: str) -> Callable[[], str]:
     return write
 
 
-def trainer_pictures() -> str:
-    """Valid plans as the trainer's evaluation counts them, %: pictured tasks, and those in text."""
-    for one in results("trainer-pictures"):
-        named = {name: row for name, row in one["data"].items() if "valid" in name}
-        if named:
-            table: Table = [["", "tabletop", "household", "infeasible", "all"]]
-            for name, row in named.items():
-                title = name if "," in name else f"in text, thinking {name.rpartition('_')[2]}"
-                cells = (round(100 * row[family], 1) for family in table[0][1:])
-                table.append([title.removeprefix("valid, "), *cells])
-            return markdown(table)
-    return NOTHING
-
-
-def trainer_context() -> str:
-    """Accept lengths by what the drafter's context takes of images."""
-    for one in results("trainer-pictures"):
-        found = [(name, row["all"]) for name, row in one["data"].items() if "accept, " in name]
-        if found:
-            return markdown([["picture, thinking, context", "accept length"], *map(list, found)])
-    return NOTHING
-
-
 KINDS = r"^(layers\.|in_proj|out_proj|gate_up|down_proj|qkv|o_proj|head)"
 PARTS: dict[str, Callable[[], str]] = {
     "verify": figures("bench", r"^(verify at|cycle at|plain step)"),
@@ -279,9 +256,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "drafters": table("drafters", "drafters"),
     "pictures": table("pictures", "pictures"),
     "pictures transformers": table("pictures", "transformers"),
-    "pictures trainer": trainer_pictures,
-    "pictures context": trainer_context,
-    "pictures sources": sources("pictures", "trainer-pictures"),
+    "pictures facts": table("pictures-training", "facts"),
+    "pictures context": table("pictures-training", "drafter context"),
+    "pictures runs": table("pictures-training", "runs"),
+    "pictures sources": sources("pictures", "pictures-training"),
     "lookup replanning": table("lookup", "replanning"),
     "lookup sources": table("lookup", "sources"),
     "lookup copying": table("lookup", "copying"),
