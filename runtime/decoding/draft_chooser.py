@@ -115,14 +115,14 @@ class DraftChoice:
     """Of texts, for the block under way; the best first."""
     _forced: int = 0
     """Forced ids that come before them."""
-    _drafter: bool = False
-    """Whether that block is the drafter's, in full width."""
+    _cap: int = 0
+    """Rows of it that may be committed if it is the drafter's, else 0."""
 
     def choose(
-        self, forced: Sequence[int], count: int, *, drafter: bool, full: bool = True
+        self, forced: Sequence[int], count: int, *, drafter: bool, cap: int = 0
     ) -> LookupDraft | None:
         """The text's draft for the next block, of up to `count` tokens after the forced ids; None:
-        it is the drafter's, if there is a `drafter`, which may commit up to its `full` width.
+        it is the drafter's, if there is a `drafter`. At most `cap` rows are committed; 0: all.
         """
         found = self.index.drafts(forced, count) if count > 0 else []
         self._forced = len(forced)
@@ -130,9 +130,9 @@ class DraftChoice:
         best = self._drafts[0] if self._drafts else None
         worse = best is not None and self.worth.of(best) < self.worth.drafter
         if best is None or (drafter and (worse or self.worth.edge <= EDGE * self.worth.drafter)):
-            self._drafter = drafter and full
+            self._cap = (cap or self.width) * drafter
             return None
-        self._drafter = False
+        self._cap = 0
         return best
 
     def tail(self, drafts: int) -> DraftTail:
@@ -145,14 +145,14 @@ class DraftChoice:
     def learn(self, tokens: Sequence[int]) -> None:
         """Take note of what that block committed."""
         drafted = tokens[self._forced :]
-        if self._drafter and not self._forced:
+        if self._cap == self.width and not self._forced:
             self.worth.drafted(len(tokens))
-        if self._drafter and self._drafts and drafted:
-            self.worth.paired(self._drafts[0], drafted, self.width - self._forced)
+        if self._cap and self._drafts and drafted:
+            self.worth.paired(self._drafts[0], drafted, self._cap - self._forced)
         for draft in self._drafts if drafted else ():
             self.worth.compared(draft, drafted)
         self.index.commit(tokens, self._drafts[0] if self._drafts else None, self._forced)
-        self._drafts, self._forced, self._drafter = [], 0, False
+        self._drafts, self._forced, self._cap = [], 0, 0
 
 
 class DraftChooser:
@@ -192,9 +192,8 @@ class DraftChooser:
             self._seen = len(progress.tokens)
         # Relaxed acceptance takes near misses of the drafter, not of a text.
         count = model.block - 1 - len(block.forced) if block.relaxed.rule == STRICT else 0
-        full = block.cap == model.block
         drafter = block.draft and not isinstance(self.drafter, NoDrafter)
-        found = self._choice.choose(block.forced, count, drafter=drafter, full=full)
+        found = self._choice.choose(block.forced, count, drafter=drafter, cap=block.cap)
         if found is None:
             tail = self._choice.tail(model.drafts)
             return self.drafter.propose(model, progress, replace(block, tail=tail))
