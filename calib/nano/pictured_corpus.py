@@ -63,8 +63,6 @@ class PicturedDocument(Document):
 
     pixels: npt.NDArray[np.uint8]
     """[128, 128] palette indices."""
-    content: npt.NDArray[np.uint8]
-    """[SLOTS, 3 + 2 * LOOKS], of `content_of`."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,6 @@ class PicturedRows:
     """[R, M] pictures of a row; 0 for none."""
     pixels: npt.NDArray[np.uint8]
     """[P, 128, 128]."""
-    content: npt.NDArray[np.uint8]
-    """[P, SLOTS, 3 + 2 * LOOKS]."""
 
 
 def prompt_ids(
@@ -146,7 +142,7 @@ def pictured_document(tokenizer: Tokenizer, family: str, seed: str) -> PicturedD
     prompt = prompt_ids(tokenizer, pictured, thinking != "off")
     made = answered(tokenizer, pictured.task, prompt, thinking, rng)
     weight = fact_weights(tokenizer, made)
-    return PicturedDocument(made.ids, weight, made.prompt, drawn.pixels.copy(), content_of(drawn))
+    return PicturedDocument(made.ids, weight, made.prompt, drawn.pixels)
 
 
 def fact_weights(tokenizer: Tokenizer, doc: Document) -> npt.NDArray[np.float32]:
@@ -209,7 +205,7 @@ def pack_pictured(docs: Sequence[Document], seed: int, pad: int) -> PicturedRows
         slot[row, where] = np.arange(len(where))
         shown[row, : len(pictures)] = [number[id(doc)] for doc in pictures]
     pixels = np.stack([doc.pixels for doc in seen])
-    return PicturedRows(rows, turn, slot, shown, pixels, np.stack([doc.content for doc in seen]))
+    return PicturedRows(rows, turn, slot, shown, pixels)
 
 
 def token_content(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
