@@ -33,6 +33,7 @@ class Known:
     block = 8
     chunk = 512
     memory: Mapping[str, int] = {"weights": 3 * 10**9, "cache": 10**9}
+    engine = SimpleNamespace(tuned_launches=())
 
     def __init__(self, ms: Mapping[str, float]) -> None:
         self.ms = ms
