@@ -216,7 +216,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "verify figure": figure_bars("bench", r": (verify|cycle)$"),
     "dflash2": table("dflash2", "cycles"),
     "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
-    "dflash2 mtp": table("mtp", "cycles"),
     "dflash2 mtp loop": table("mtp", "loop"),
     "dflash2 sources": sources("dflash2", "mtp"),
     "images": table("images", "images"),
