@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -263,3 +265,10 @@ def test_a_server_measures_what_is_missing_once_and_in_another_process(
     put(records["slow"], config)
     serve._tune(made, config, lines.append)
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("stdin", "status"), [(subprocess.PIPE, 2), (subprocess.DEVNULL, 1)])
+def test_the_process_that_measures_ends_with_its_server(stdin: int, status: int) -> None:
+    command = [sys.executable, "-c", serve.TUNE, "tune", "--package", "nothing/there"]
+    with subprocess.Popen(command, stdin=stdin, stderr=subprocess.DEVNULL) as child:
+        assert child.wait(60) == status

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     from thor_dflash.serving.planner.prefix_store import PrefixStore
     from thor_dflash.serving.server.server import Server
 
-TUNE = "import sys; from thor_dflash.cli.main import main; sys.exit(main())"
-"""The command line, in a new process of this interpreter."""
+TUNE = """
+import os, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+from thor_dflash.cli.main import main
+sys.exit(main())
+"""
+"""The command line, in a new process of this interpreter, which ends when its input does: with the
+server, however that ends."""
 SWITCH_S = 0.0005
 """Longest time that the engine thread may hold the GIL before the I/O thread gets it. Python's
 default of 5 ms would be most of the time limit of a control operation."""
@@ -200,8 +206,9 @@ def _tune(package: Path, config: EngineConfig, log: Callable[[str], None]) -> No
         command += ["--set", f"engine.{key}={json.dumps(value)}"] if value != default[key] else []
     log("measuring launches, up to two minutes, once; --set engine.tune=off uses the rules'")
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as child:
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as child:  # fmt: skip
         for line in child.stdout or ():
             log(f"tune: {line.rstrip()}")
     if child.returncode:
