@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
-from thor_dflash.builders.graphs.weight_placement import EMBEDDING, PlacedLinear, WeightPlacement
+from thor_dflash.builders.graphs.weight_placement import (
+    EMBEDDING,
+    PlacedLinear,
+    WeightPlacement,
+    gate_rows,
+)
+from thor_dflash.core.model_dims import AttentionDims
 from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import LINEAR
 from thor_dflash.plugins.contract import Attribute
@@ -64,6 +70,28 @@ def project(
     segments = [w.values(g, i) for i, w in enumerate(weights)]
     ports = {"x": x, **inputs, **{k: v for s in segments for k, v in s.items()}}
     return list(g.operator(LINEAR, name, ports, {"segments": len(weights), **attributes}).values())
+
+
+def gated_qkv(
+    g: GraphBuilder,
+    source: WeightPlacement,
+    layer: str,
+    dims: AttentionDims,
+    x: GraphValue,
+    norm: Mapping[str, Attribute],
+    call: str = "",
+) -> list[GraphValue]:
+    """q, gate, k and v of a gated attention from the rows before its norm."""
+    queries, gates = gate_rows(dims.heads, dims.head_dim)
+    name = f"{layer}.self_attn"
+    weights = [
+        source.packed(f"{name}.q_proj", queries, "query"),
+        source.packed(f"{name}.q_proj", gates, "gate"),
+        source.packed(f"{name}.k_proj"),
+        source.packed(f"{name}.v_proj"),
+    ]
+    weight = {"norm_weight": source.plain(g, f"{layer}.input_layernorm.weight")}
+    return project(g, f"{call}{source.prefix}{name}.qkv", x, weights, weight, norm)
 
 
 def residual(

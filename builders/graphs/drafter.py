@@ -7,12 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from thor_dflash.builders.graphs.common_layers import NO_VALUES, embed, project, sampling_inputs
+from thor_dflash.builders.graphs.draft_graphs import DraftGraphs
 from thor_dflash.builders.graphs.draft_sublayers import enter, leave
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue, integers
-from thor_dflash.builders.graphs.target import GraphOptions
-from thor_dflash.builders.graphs.weight_placement import WeightPlacement
-from thor_dflash.core.model_dims import DrafterDims
-from thor_dflash.core.tensors import Array, DType
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import (
     CONTEXT_KV,
     DRAFT_ATTENTION,
@@ -32,28 +30,8 @@ CANDIDATES = 16
 """The best ids of a DFlash drafter's head that a draft of rejection sampling is drawn from."""
 
 
-class DrafterGraphs:
-    """Writes the drafter's layers into graphs. They use the target's embedding and head."""
-
-    def __init__(
-        self,
-        dims: DrafterDims,
-        source: WeightPlacement,
-        target: WeightPlacement,
-        tied: bool,
-        shape: GraphOptions,
-        draft_ids: Array | None = None,
-    ) -> None:
-        self.dims = dims
-        self._tied = tied
-        self._draft_ids = draft_ids
-        """int32: the ids that may be proposed; None for all."""
-        self._source = source
-        self._target = target
-        self._shape = shape
-        self._rows = min(dims.block, shape.block)
-        """Rows of the drafter's block; those of a wider verify behind it are the host's."""
-        self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
+class DrafterGraphs(DraftGraphs):
+    """Writes a DFlash drafter's layers into graphs."""
 
     def propose(self) -> GraphBuilder:
         """last [1], forced [R] -> tokens [R]: the last token and its drafted continuation; and, for
@@ -94,9 +72,7 @@ class DrafterGraphs:
             drawn = sampling_inputs(g, DRAWN)
             g.output(self._selected(g, logits, self._left_hidden(g), drawn))
             return g
-        ports = {"logits": logits, **sampling_inputs(g)}
-        if self._draft_ids is not None:
-            ports["id_map"] = g.constant("draft_ids", self._draft_ids)
+        ports = {"logits": logits, **sampling_inputs(g), **self._id_map(g)}
         # Row j of the drafter drafts the token after row j - 1 of the block.
         choice = g.operator(SAMPLE, "sample", ports, {"vocab": self._limit, "first": 0})["choice"]
         g.output(self._compose(g, g.input("last", DType.I32, (1,)), choice))
@@ -163,11 +139,6 @@ class DrafterGraphs:
             g.output(value)
         return g
 
-    @property
-    def _limit(self) -> int:
-        """Columns of the head below which ids may be proposed; 0 for all."""
-        return 0 if self._draft_ids is not None else self._shape.vocab
-
     def _attention(self, g: GraphBuilder, i: int, x: GraphValue) -> GraphValue:
         source, layer = self._source, f"layers.{i}.self_attn"
         norm, conv = f"layers.{i}.input_layernorm", f"layers.{i}.attention_conv"
@@ -216,32 +187,6 @@ class DrafterGraphs:
             {"epilogue": "swiglu", **own.attributes},
         )
         return leave(g, source, own, f"{layer}.down_proj", h)
-
-    def _heads(self) -> dict[str, Attribute]:
-        a = self.dims.attention
-        return {
-            "kv_heads": a.kv_heads,
-            "head_dim": a.head_dim,
-            "rotary_dim": a.rotary_dim,
-            "rope_theta": a.rope_theta,
-            "norm_eps": self.dims.eps,
-        }
-
-    def _ring(self, g: GraphBuilder, i: int, name: str) -> GraphValue:
-        a = self.dims.attention
-        return g.input(
-            f"drafter.{i}.{name}",
-            self._shape.activations,
-            (a.kv_heads, f"ring_rows.{i}", a.head_dim),
-        )
-
-    def _head(self, g: GraphBuilder) -> dict[str, GraphValue]:
-        """Return the target's head, or a copy of its rows for the ids that may be proposed."""
-        ids = self._draft_ids
-        if ids is None:
-            return self._target.head(self._tied).values(g, 0)
-        rows = self._target.packed("lm_head", ids, "draft").values(g, 0)
-        return {**rows, "id_map": g.constant("draft_ids", ids)}
 
     def _selector_rows(self, g: GraphBuilder, x: GraphValue) -> GraphValue:
         """What the selector reads of the normed rows."""

@@ -17,35 +17,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from thor_dflash.builders.checkpoint.mtp import HALVES, LAYER
-from thor_dflash.builders.graphs.common_layers import embed, mlp, project, residual, sampling_inputs
+from thor_dflash.builders.graphs.common_layers import (
+    embed,
+    gated_qkv,
+    mlp,
+    project,
+    residual,
+    sampling_inputs,
+)
+from thor_dflash.builders.graphs.draft_graphs import DraftGraphs, index
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
-from thor_dflash.builders.graphs.target import GraphOptions
-from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
-from thor_dflash.core.model_dims import DrafterDims
-from thor_dflash.core.tensors import Array, DType
+from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import CONTEXT_KV, DRAFT_ATTENTION, FILL_DRAFTS, HEAD, RMS_NORM, SAMPLE
-from thor_dflash.plugins.contract import NEXT, Attribute
+from thor_dflash.plugins.contract import NEXT
 
 ATTENTION = f"{LAYER}.self_attn"
 
 
-class MtpGraphs:
-    """Writes an MTP layer into graphs. It uses the target's embedding and head."""
-
-    def __init__(
-        self,
-        dims: DrafterDims,
-        source: WeightPlacement,
-        target: WeightPlacement,
-        tied: bool,
-        shape: GraphOptions,
-        draft_ids: Array | None = None,
-    ) -> None:
-        """As DrafterGraphs."""
-        self._dims, self._shape = dims, shape
-        self._source, self._target, self._tied = source, target, tied
-        self._draft_ids = draft_ids
-        self._norm: dict[str, Attribute] = {"norm_eps": dims.eps, "norm_offset": 0.0}
+class MtpGraphs(DraftGraphs):
+    """Writes an MTP layer into graphs."""
 
     def propose(self, *, sampled: bool = False) -> GraphBuilder:
         """block_ids [R]: tokens, negative where a draft is wanted -> tokens [R]. First takes in up
@@ -53,15 +43,15 @@ class MtpGraphs:
         best ids, or drawn with the noise that the target will use for the same positions.
         """
         g = GraphBuilder("propose_sampled" if sampled else "propose")
-        rows, drafts = self._shape.block, min(self._dims.block, self._shape.block) - 1
-        z = self._input(g, "pending.", *self._rows(g, rows))
-        ring = self._write(g, "pending.", z, _index(g, "drafter.length"), self._ring(g), drafts < 3)
+        rows, drafts = self._shape.block, self._rows - 1
+        z = self._input(g, "pending.", *self._held(g, rows))
+        ring = self._write(g, "pending.", z, index(g, "drafter.length"), self._rings(g), drafts < 3)
         last = g.input("drafter.row", DType.I32, (1,))
-        z = g.node("Gather", "pending.last", z.dtype, (1, self._dims.hidden), z, last, axis=0)
+        z = g.node("Gather", "pending.last", z.dtype, (1, self.dims.hidden), z, last, axis=0)
         tokens = g.input("block_ids", DType.I32, (rows,))
         for step in range(1, drafts + 1):
             name = f"step{step}."
-            length = _index(g, "length" if step == 1 else f"drafter.length.{step - 1}")
+            length = index(g, "length" if step == 1 else f"drafter.length.{step - 1}")
             if 1 < step < drafts:  # nothing reads the row of the last draft
                 ring = self._write(g, name, z, length, ring, step == drafts - 1)
             x = self._attention(g, name, z, length, ring)
@@ -74,7 +64,7 @@ class MtpGraphs:
             tokens = filled["tokens"]
             if step < drafts:
                 own = {"x": x, "weight": self._source.plain(g, "norm.weight")}
-                hidden = g.operator(RMS_NORM, f"{name}norm", own, {"eps": self._dims.eps})["y"]
+                hidden = g.operator(RMS_NORM, f"{name}norm", own, {"eps": self.dims.eps})["y"]
                 z = self._input(g, f"step{step + 1}.", filled["first"], hidden)
         g.output(tokens)
         return g
@@ -84,13 +74,13 @@ class MtpGraphs:
         drafter.length .. drafter.length + rows - 1 -> keys and values in the ring.
         """
         g = GraphBuilder(name)
-        z = self._input(g, "", *self._rows(g, rows))
-        self._write(g, "", z, _index(g, "drafter.length"), self._ring(g), True)
+        z = self._input(g, "", *self._held(g, rows))
+        self._write(g, "", z, index(g, "drafter.length"), self._rings(g), True)
         return g
 
-    def _rows(self, g: GraphBuilder, rows: int) -> tuple[GraphValue, GraphValue]:
+    def _held(self, g: GraphBuilder, rows: int) -> tuple[GraphValue, GraphValue]:
         """The tokens and rows of a step's input."""
-        taps = g.input("taps", self._shape.activations, (rows, self._dims.hidden))
+        taps = g.input("taps", self._shape.activations, (rows, self.dims.hidden))
         return g.input("following", DType.I32, (rows,)), taps
 
     def _input(
@@ -153,21 +143,8 @@ class MtpGraphs:
         ring: Mapping[str, GraphValue],
     ) -> GraphValue:
         """z + the projection of its attention to the ring and itself, gated."""
-        source, dims = self._source, self._dims.attention
-        query, gates = gate_rows(dims.heads, dims.head_dim)
-        q, gate, k, v = project(
-            g,
-            f"{name}{source.prefix}{ATTENTION}.qkv",
-            z,
-            [
-                source.packed(f"{ATTENTION}.q_proj", query, "query"),
-                source.packed(f"{ATTENTION}.q_proj", gates, "gate"),
-                source.packed(f"{ATTENTION}.k_proj"),
-                source.packed(f"{ATTENTION}.v_proj"),
-            ],
-            {"norm_weight": source.plain(g, f"{LAYER}.input_layernorm.weight")},
-            self._norm,
-        )
+        source, dims = self._source, self.dims.attention
+        q, gate, k, v = gated_qkv(g, source, LAYER, dims, z, self._norm, name)
         o = g.operator(
             DRAFT_ATTENTION,
             f"{name}{source.prefix}{ATTENTION}",
@@ -178,8 +155,8 @@ class MtpGraphs:
                 "q_norm": source.plain(g, f"{ATTENTION}.q_norm.weight"),
                 "k_norm": source.plain(g, f"{ATTENTION}.k_norm.weight"),
                 "length": length,
-                "window": _index(g, "drafter.0.window"),
-                "first": _index(g, "drafter.first"),
+                "window": index(g, "drafter.0.window"),
+                "first": index(g, "drafter.first"),
                 **{f"ring_{n}": value for n, value in ring.items()},
             },
             {"heads": dims.heads, "causal": 1, **self._heads()},
@@ -189,37 +166,13 @@ class MtpGraphs:
 
     def _best(self, g: GraphBuilder, name: str, x: GraphValue, first: int) -> GraphValue:
         """The best id after each row, or one drawn for position length + `first`."""
-        ids = self._draft_ids
-        if ids is None:
-            head, mapped = self._target.head(self._tied).values(g, 0), {}
-        else:
-            head = self._target.packed("lm_head", ids, "draft").values(g, 0)
-            mapped = {"id_map": g.constant("draft_ids", ids)}
-        norm = {"norm_weight": self._source.plain(g, "norm.weight")}
-        limit = {"vocab": self._shape.vocab if ids is None else 0}
-        out = g.operator(
-            HEAD, f"{name}head", {"x": x, **norm, **head, **mapped}, {**limit, **self._norm}
-        )
+        ports = {"x": x, "norm_weight": self._source.plain(g, "norm.weight"), **self._head(g)}
+        limit = {"vocab": self._limit}
+        out = g.operator(HEAD, f"{name}head", ports, {**limit, **self._norm})
         if not first:
             return out["best"]
-        ports = {"logits": out["logits"], **mapped, **sampling_inputs(g)}
+        ports = {"logits": out["logits"], **self._id_map(g), **sampling_inputs(g)}
         return g.operator(SAMPLE, f"{name}sample", ports, {**limit, "first": first})["choice"]
 
-    def _heads(self) -> dict[str, Attribute]:
-        a = self._dims.attention
-        return {
-            "kv_heads": a.kv_heads,
-            "head_dim": a.head_dim,
-            "rotary_dim": a.rotary_dim,
-            "rope_theta": a.rope_theta,
-            "norm_eps": self._dims.eps,
-        }
-
-    def _ring(self, g: GraphBuilder) -> dict[str, GraphValue]:
-        a = self._dims.attention
-        shape = a.kv_heads, "ring_rows.0", a.head_dim
-        return {n: g.input(f"drafter.0.{n}", self._shape.activations, shape) for n in "kv"}
-
-
-def _index(g: GraphBuilder, name: str) -> GraphValue:
-    return g.input(name, DType.I32, (1,))
+    def _rings(self, g: GraphBuilder) -> dict[str, GraphValue]:
+        return {n: self._ring(g, 0, n) for n in "kv"}

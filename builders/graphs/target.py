@@ -9,13 +9,14 @@ import numpy as np
 
 from thor_dflash.builders.graphs.common_layers import (
     embed,
+    gated_qkv,
     mlp,
     project,
     residual,
     sampling_inputs,
 )
 from thor_dflash.builders.graphs.graph_builder import GraphBuilder, GraphValue
-from thor_dflash.builders.graphs.weight_placement import WeightPlacement, gate_rows
+from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.core.model_dims import TargetDims, VisionDims
 from thor_dflash.core.tensors import DType
 from thor_dflash.package.manifest import HIDDEN
@@ -288,20 +289,7 @@ class TargetGraphs:
     ) -> tuple[GraphValue, GraphValue]:
         """See `_mixer`."""
         dims, source, layer = self._dims.attention, self._source, f"layers.{i}.self_attn"
-        q_rows, gate_of = gate_rows(dims.heads, dims.head_dim)
-        q, gate, k, v = project(
-            g,
-            f"{layer}.qkv",
-            x,
-            [
-                source.packed(f"{layer}.q_proj", q_rows, "query"),
-                source.packed(f"{layer}.q_proj", gate_of, "gate"),
-                source.packed(f"{layer}.k_proj"),
-                source.packed(f"{layer}.v_proj"),
-            ],
-            {"norm_weight": source.plain(g, f"layers.{i}.input_layernorm.weight")},
-            self._norm,
-        )
+        q, gate, k, v = gated_qkv(g, source, f"layers.{i}", dims, x, self._norm)
         scale_k, scale_v = self._kv_scales.get(i, (1.0, 1.0))
         cache = (dims.kv_heads, "cache_rows", dims.head_dim)
         out = g.operator(
