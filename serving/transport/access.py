@@ -61,9 +61,13 @@ def check_free(endpoint: str) -> None:
         ConfigError: a server answers there, or the file is not a socket.
     """
     path = endpoint.removeprefix("ipc://")
-    if endpoint == path or not os.path.lexists(path):
+    if endpoint == path:
         return
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
         raise ConfigError(
             f"serve.bind must be a path where there is no other file (got {endpoint})"
         )

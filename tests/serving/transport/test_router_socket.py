@@ -4,8 +4,11 @@ I/O thread.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +16,8 @@ import pytest
 import zmq
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.transport import router_socket
+from thor_dflash.core.errors import ConfigError
+from thor_dflash.serving.transport import access, router_socket
 from thor_dflash.serving.transport.router_socket import (
     ConnectionClosed,
     ReceivedMessage,
@@ -155,6 +159,26 @@ def test_messages_that_take_long_leave_other_work_its_turn(
             spent[0] += 0.6 * router_socket.BURST_S
             time.sleep(0.02)  # all the others have come by then
     assert max(turns) <= 2
+
+
+def test_a_path_is_free_whose_socket_ends_while_it_is_examined(tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            os.mkfifo(path)
+            path.unlink()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(5000):
+            with suppress(ConfigError):
+                access.check_free(f"ipc://{path}")
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_its_ipc_file_ends_with_it_and_that_of_another_stays(tmp_path: Path) -> None:
