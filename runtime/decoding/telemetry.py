@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
@@ -74,12 +74,17 @@ class BlockDrafts:
     """What a text had behind the drafter's last draft; not counted above."""
 
 
-def _by_source(source: DraftSource, drafted: int, accepted: int, tail: DraftTail) -> BlockDrafts:
+def _by_source(
+    source: DraftSource, free: Sequence[bool], accepted: int, tail: DraftTail
+) -> BlockDrafts:
+    """`free`: of each drafted row, whether it holds a draft and no forced id. The first `accepted`
+    rows were committed.
+    """
+    own = len(free) - len(tail.ids)
+    found = BlockDrafts(source, sum(free[:own]), sum(free[: min(own, accepted)]))
     if not tail.ids:
-        return BlockDrafts(source, drafted, accepted)
-    own = drafted - len(tail.ids)
-    behind = BlockDrafts(tail.source, len(tail.ids), max(0, accepted - own))
-    return BlockDrafts(source, own, min(accepted, own), behind)
+        return found
+    return replace(found, tail=BlockDrafts(tail.source, sum(free[own:]), sum(free[own:accepted])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +187,16 @@ class RequestMeter:
         now = time.perf_counter()
         forced = [token >= 0 for token in block.forced]
         free = [not f for f in forced] + [True] * (self.block - len(forced))
-        drafts, accepted = sum(free[:drafted]), 0
-        for i in range(min(record.agreed, count, drafted)):
+        right = min(record.agreed, count, drafted)
+        drafts, accepted = sum(free[:drafted]), sum(free[:right])
+        for i in range(right):
             self.by_position[i] += free[i]
-            accepted += free[i]
         for reason in block.reasons:
             if reason.what != "soft" or record.softened:
                 self._note(reason)
         part = PhaseTotals(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
         self.parts[block.phase] = self.parts.get(block.phase, PhaseTotals()).plus(part)
-        self.drafts.append(_by_source(source, drafts, accepted, tail))
+        self.drafts.append(_by_source(source, free[:drafted], right, tail))
         self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts

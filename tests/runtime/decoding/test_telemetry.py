@@ -10,8 +10,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from thor_dflash.core.results import DraftCounts
 from thor_dflash.plugins.accept.record import Record
-from thor_dflash.runtime.decoding.block import Block, BlockPhase, DecodeProgress, Reason
+from thor_dflash.runtime.decoding.block import (
+    Block,
+    BlockPhase,
+    DecodeProgress,
+    DraftTail,
+    Reason,
+)
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 
 
@@ -101,6 +108,17 @@ def test_what_a_block_counts_for(
     assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
     assert (part.drafted, part.accepted) == (spec.drafted, spec.accepted) == (want[0], sum(want[1]))
     assert part.committed == count == spec.accept_hist.index(1) + 1
+
+
+def test_an_id_that_a_grammar_forces_behind_the_drafts_is_the_texts_place() -> None:
+    meter, tail = RequestMeter(8, {}), DraftTail((9,) * 4, "session")
+    record = Record(6, -1, 0, 6, 0, tokens=(5,) * 6, choices=(5,) * 8)
+    block = Block(cap=8, forced=(-1, 9, -1, 9, 9, 9))
+    meter.cycle(block, record, 6, 7, tail=tail)  # rows 0 to 2 are the drafter's, then the text's
+    assert totals(meter, "length", 6, {}).spec.sources == {
+        "drafter": DraftCounts(1, 2, 2),
+        "session": DraftCounts(0, 1, 0),
+    }
 
 
 @pytest.mark.parametrize(
