@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thor_dflash.core.errors import CheckpointError
@@ -31,7 +31,7 @@ class AddedToken:
     id: int
     content: str
     special: bool
-    """Whether it is left out of decoded text."""
+    """Whether it is left out of decoded text. As in transformers, one of both files may say so."""
 
 
 def present(path: Path) -> bool:
@@ -137,7 +137,9 @@ def added_tokens(directory: Path) -> tuple[AddedToken, ...]:
     tokenizer_config.json lists.
     """
     found = {token.id: token for token in _configured(directory)}
-    found |= {token.id: token for token in _built_in(directory)}
+    for token in _built_in(directory):
+        other = found.get(token.id, token)
+        found[token.id] = replace(token, special=token.special or other.special)
     return tuple(found[i] for i in sorted(found))
 
 

@@ -90,6 +90,20 @@ def test_special_tokens_are_one_id_and_no_text_and_thinking_is_text(shared: Shar
     assert text.decode([10**6]) == ""  # an id that no token has is no text
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_token_is_special_if_one_of_both_files_says_so(tmp_path: Path, inside: bool) -> None:
+    """transformers 5.24 leaves it out of the text then, too."""
+    ids = make(tmp_path)
+    table = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    for row in table["added_tokens"]:
+        row["special"] &= inside or row["content"] != "<|im_start|>"
+    edit(tmp_path, "tokenizer.json", **table)
+    one = ids["<|im_start|>"]
+    rows = {str(one): {"content": "<|im_start|>", "special": not inside}}
+    edit(tmp_path, "tokenizer_config.json", added_tokens_decoder=rows)
+    assert Tokenizer.load(tmp_path).decode([ids["<think>"], one]) == "<think>"
+
+
 @given(tokens=st.lists(st.integers(0, 305)), cuts=st.lists(st.integers(0, 20)))
 def test_decoding_piece_by_piece_is_decoding_at_once(
     shared: Shared, tokens: list[int], cuts: list[int]
