@@ -153,6 +153,33 @@ def test_an_answer_is_read_while_the_engine_is_idle(session: Session) -> None:
     assert ahead > without == stopped
 
 
+def test_what_no_turn_uses_for_long_is_dropped_while_the_engine_is_idle(session: Session) -> None:
+    now, clocks = 100.0, (session.answers.clock, session.turns.clock)
+    session.turns = TurnCache(session.model)
+    session.answers.expire(0)
+    session.answers.clock = session.turns.clock = lambda: now
+    try:
+        for idle_s in (0.0, 30.0):
+            backend = SessionBackend(session, replace(CONFIG, reuse_idle_s=idle_s))
+            ask = structs.replace(ASK, session="rests", prompt="Go to the table and to the door.")
+            prepared = backend.prepare(ask, None, "client")
+            for _ in drive(backend.start(prepared, None)):
+                pass
+            assert prepared.admitted is not None
+            key = prepared.admitted.conversation.key
+            now += 29
+            assert backend.idle(lambda: False) == (1 if idle_s else None)
+            assert session.answers.of(key)  # a use, from which the time counts
+            now += 29
+            assert backend.idle(lambda: False) == (1 if idle_s else None)
+            assert bool(session.turns.totals.expired) == bool(idle_s), "not used since the answer"
+            now += 1
+            assert backend.idle(lambda: False) is None
+            assert bool(session.answers.of(key)) != bool(idle_s)
+    finally:
+        session.answers.clock, session.turns.clock = clocks
+
+
 def test_a_conversation_is_dropped_by_its_name(session: Session) -> None:
     backend = SessionBackend(session, CONFIG)
     ask = structs.replace(ASK, session="ends", prompt="Go to the table and then to the door.")
