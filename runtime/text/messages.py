@@ -27,11 +27,15 @@ ChatTurn = dict[str, Any]
 
 
 def chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
+    """As `check_chat`. Results of tools that name their calls are put into the order of the calls:
+    chat templates show no ids, so that order is the only link.
+    """
+    return _results_in_order(check_chat(messages, pictures))
+
+
+def check_chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
     """Check that `messages` is a chat: a list of objects with a known role and a text, of which
     parts show so many pictures.
-
-    Results of tools that name their calls are put into the order of the calls: chat templates
-    show no ids, so that order is the only link.
 
     Raises:
         RequestError: it is not; the message names the entry.
@@ -45,7 +49,7 @@ def chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
     found = sum((as_list(turn["content"]) or []).count({"type": "image"}) for turn in turns)
     if found != pictures:
         raise RequestError(f"messages must show {pictures} images (got {found})")
-    return _results_in_order(turns)
+    return turns
 
 
 def _entry(entry: object, where: str) -> ChatTurn:

@@ -6,8 +6,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -16,7 +14,7 @@ from msgspec import Meta, Struct
 from thor_dflash.core.errors import Code, PlanError, RequestError
 from thor_dflash.core.message_text import cut, nearest, show, visible
 from thor_dflash.core.strict_records import as_list
-from thor_dflash.runtime.text.messages import chat
+from thor_dflash.runtime.text.messages import check_chat
 from thor_dflash.serving.gateway.image_urls import image_of
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
@@ -47,6 +45,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "echo": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "add_special_tokens": (False,), "return_token_ids": (False,), "typical_p": (1,),
     "include_reasoning": (True,), "separate_reasoning": (True,), "stream_reasoning": (True,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True, False),
 }  # fmt: skip
 """Fields of OpenAI's and other servers that this gateway does not support -> the values that ask
 for nothing. With these, or null, a field is as if left out; with another it is refused."""
@@ -380,7 +379,7 @@ def _forced(message: ChatMessage | None) -> dict[str, Any] | None:
     if message is None:
         return None
     try:
-        [turn] = chat([_turn(message, "forced_answer")])
+        [turn] = check_chat([_turn(message, "forced_answer")])
     except RequestError as e:
         raise bad_request(
             refusal(e).replace("messages[0]", "forced_answer"), "forced_answer"
@@ -392,17 +391,30 @@ def _turns(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return the turns of a chat. System messages in a row become one: templates take one."""
     given = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
-        # Here too, as indices in an error of the server would be those after the next step.
-        checked = chat(given, len(list(_image_urls(messages))))
+        # Here too, as a server has only the turns. It orders results: here they keep their indices.
+        given = check_chat(given, len(list(_image_urls(messages))))
     except RequestError as e:
         raise bad_request(refusal(e), str(e).partition(" must ")[0]) from e
-    turns: list[dict[str, Any]] = []
-    for role, same in groupby(checked, key=itemgetter("role")):
-        if role == "system":
-            turns.append({"role": role, "content": "\n\n".join(turn["content"] for turn in same)})
+    return [
+        given[run[0]]
+        if len(run) == 1
+        else {"role": "system", "content": "\n\n".join(given[i]["content"] for i in run)}
+        for run in _runs(messages)
+    ]
+
+
+def _runs(messages: list[ChatMessage]) -> list[list[int]]:
+    """Indices of the messages that each turn is made of."""
+    runs: list[list[int]] = []
+    before = False
+    for i, message in enumerate(messages):
+        system = message.role in ("system", "developer")
+        if system and before:
+            runs[-1].append(i)
         else:
-            turns += same
-    return turns
+            runs.append([i])
+        before = system
+    return runs
 
 
 def _shown(
@@ -526,4 +538,8 @@ def _field_as_sent(field: str, chat: ChatRequest) -> str:
         return "max_completion_tokens"
     if found := re.match(r"images\[(\d+)\]", field):
         return [where for where, *_ in _image_urls(chat.messages)][int(found[1])]
+    if found := re.match(r"messages\[(\d+)\](.*)", field):
+        run = _runs(chat.messages)[int(found[1])]
+        last = f"..{run[-1]}" if len(run) > 1 else ""
+        return f"messages[{run[0]}{last}]{found[2]}"
     return field

@@ -390,8 +390,11 @@ class SessionBackend:
         try:
             text = self.tokenizer.render(messages, thinking, tools, options, pictures)
         except RequestError as e:
-            named = next((n for n in ("tools", "chat_template_kwargs") if str(e).startswith(n)), "")
-            raise PlanError("bad_request", errors.refusal(e), field=named or "messages") from e
+            named = str(e).partition(" must ")[0]
+            fine = named.startswith(("tools", "chat_template_kwargs", "messages"))
+            raise PlanError(
+                "bad_request", errors.refusal(e), field=named if fine else "messages"
+            ) from e
         return self._encode(text, field)
 
     def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:

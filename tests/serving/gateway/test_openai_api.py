@@ -20,12 +20,11 @@ from thor_dflash.serving.gateway.openai_api import (
     plan_request,
     read,
 )
+from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.protocol.messages import PlanRequest
 
 CHAT = [{"role": "user", "content": "Bring the cup."}]
 DOCUMENT = (Path(__file__).parents[3] / "docs/guide/serving.md").read_text()
-
-
 SYSTEMS = [{"role": "system", "content": text} for text in "ab"]
 
 
@@ -175,6 +174,16 @@ def test_system_messages_in_a_row_are_one() -> None:
     assert turns(("user", "x"), ("system", "a")) == [("user", "x"), ("system", "a")]
 
 
+@pytest.mark.parametrize(
+    ("turn", "name"), [(0, "messages[0..1]"), (1, "messages[2]"), (2, "messages[3]")]
+)
+def test_an_error_of_the_server_names_the_message_that_was_sent(turn: int, name: str) -> None:
+    chat = read(msgspec.json.encode({"messages": [*SYSTEMS, *CHAT, *SYSTEMS[:1]]}))
+    field = f"messages[{turn}].content"
+    sent = error(bad_request(f"{field} must be another (got one)", field), chat)["error"]
+    assert (sent["param"], sent["message"].split()[0]) == (f"{name}.content",) * 2
+
+
 @pytest.mark.parametrize("absent", [{"content": None}, {}])
 def test_an_answer_without_text_is_an_empty_one(absent: dict[str, None]) -> None:
     found = asks(messages=[*CHAT, {"role": "assistant", **absent}, *CHAT]).messages
@@ -272,7 +281,9 @@ def test_tools_go_on_as_they_came() -> None:
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-def test_calls_come_back_and_results_follow_their_order(content: dict[str, Any]) -> None:
+def test_calls_come_back_and_results_keep_the_places_that_errors_name(
+    content: dict[str, Any],
+) -> None:
     first = '{"x": 1e400, "y": 0.10}'
     calls = called(first) | content
     calls["tool_calls"] += called({"label": None})["tool_calls"]
@@ -285,7 +296,7 @@ def test_calls_come_back_and_results_follow_their_order(content: dict[str, Any])
         first, '{"label": null}',
     ]  # fmt: skip
     assert [(turn.content, turn.tool_call_id) for turn in turns] == [
-        ("1", "call_1"), ("2", "call_2"),
+        ("2", "call_2"), ("1", "call_1"),
     ]  # fmt: skip
 
 
