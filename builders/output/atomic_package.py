@@ -18,7 +18,6 @@ import shutil
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from thor_dflash.core.errors import PackageError
@@ -73,12 +72,7 @@ class AtomicPackage:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._lock < 0:
             return
         self._discard()

@@ -51,12 +51,7 @@ class BuildProgress(trt.IProgressMonitor):
         self.stop = KeyboardInterrupt()
         signal.signal(number, signal.SIG_DFL)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
         for name in list(self._tasks):  # phases that a failed build left open

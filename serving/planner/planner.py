@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from types import TracebackType
 from typing import Protocol, Self
 
 from msgspec import structs
@@ -61,12 +60,7 @@ class LocalPlanner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def plan(self, ask: messages.PlanRequest) -> messages.Result:
