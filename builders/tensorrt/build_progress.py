@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from threading import Lock, current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import tensorrt as trt

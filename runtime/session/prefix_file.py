@@ -26,7 +26,7 @@ from thor_dflash import __version__
 from thor_dflash.core import message_text, strict_records
 from thor_dflash.core.errors import PackageError, RequestError
 from thor_dflash.core.tensors import Array, TensorSpec
-from thor_dflash.package.manifest import Manifest, render
+from thor_dflash.package import manifest
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.decoding.sequence_state import Snapshot
 
@@ -60,11 +60,6 @@ class _Header:
     prefix: StoredPrefix
 
 
-def identity(manifest: Manifest) -> str:
-    """SHA-256 of a package's manifest, which holds the hash of every file."""
-    return hashlib.sha256(render(manifest).encode()).hexdigest()
-
-
 def write_prefix(path: Path, model: ModelRunner, stored: StoredPrefix, snapshot: Snapshot) -> None:
     """Write a temporary file next to `path`, flush it, rename it.
 
@@ -74,7 +69,7 @@ def write_prefix(path: Path, model: ModelRunner, stored: StoredPrefix, snapshot:
     header = _Header(
         format=FORMAT,
         tool=__version__,
-        package=identity(model.manifest),
+        package=manifest.sha256(model.manifest),
         device=model.engine.device,
         capacity=model.capacity,
         chunk=model.chunk,
@@ -162,7 +157,7 @@ def _header(path: Path, line: bytes, model: ModelRunner) -> _Header:
     mine = {
         "format": FORMAT,
         "tool": __version__,
-        "package": identity(model.manifest),
+        "package": manifest.sha256(model.manifest),
         "device": model.engine.device,
         "capacity": model.capacity,
         "chunk": model.chunk,

@@ -11,7 +11,7 @@ from thor_dflash.runtime.text.tool_calls import Tool
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.plan_format import PlanFormat
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.protocol.replies import ReuseCounts
+from thor_dflash.serving.protocol.replies import ModelReply, ReuseCounts
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.decoding.block import Sampling
@@ -52,24 +52,6 @@ class Prepared:
         return self.admitted.sampling if self.admitted else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendInfo:
-    """The description of a backend for `hello`."""
-
-    model: str
-    engine: str
-    quantisation: Mapping[str, Any]
-    package_sha256: str | None
-    tokenizer_sha256: str | None
-    golden_sha256: str | None
-    """Hash of the self-test's tokens: equal on two machines that give the same plans."""
-    max_context: int
-    block: int
-    prefill_chunk: int
-    """Prompt tokens of a prefill step, the longest step that a cancel has to wait for."""
-    features: tuple[str, ...]
-
-
 class PlanRun(Protocol):
     """One request while it runs."""
 
@@ -104,7 +86,7 @@ class Backend(Protocol):
     """Prepares requests on any thread; runs them one at a time on one thread."""
 
     @property
-    def about(self) -> BackendInfo:
+    def about(self) -> ModelReply:
         """Its description for `hello`."""
         ...
 

@@ -23,12 +23,7 @@ from thor_dflash.runtime.text.thinking import TextPiece
 from thor_dflash.runtime.text.tool_calls import CallPiece, JsonType, Tool, ToolCallParser
 from thor_dflash.serving.planner import answer_rule
 from thor_dflash.serving.planner import result as outcome
-from thor_dflash.serving.planner.backend import (
-    BackendInfo,
-    PlanRun,
-    Prepared,
-    StopReason,
-)
+from thor_dflash.serving.planner.backend import PlanRun, Prepared, StopReason
 from thor_dflash.serving.planner.chunk_stream import ChunkWriter
 from thor_dflash.serving.planner.formats.nav2 import Nav2Waypoints
 from thor_dflash.serving.planner.formats.text_format import TextPlanFormat
@@ -36,7 +31,7 @@ from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, messages, validation
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.protocol.replies import ReuseCounts
+from thor_dflash.serving.protocol.replies import ModelReply, ReuseCounts
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.vision.picture import Picture
@@ -171,8 +166,8 @@ class MockBackend:
         self._images: MockImages | None = None
 
     @property
-    def about(self) -> BackendInfo:
-        return BackendInfo(
+    def about(self) -> ModelReply:
+        return ModelReply(
             model="mock",
             engine="mock",
             quantisation={},

@@ -29,7 +29,7 @@ from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.runtime.vision.prompt_images import PromptImages
 from thor_dflash.serving.planner import self_test, startup_checks
 from thor_dflash.serving.planner.answer_rule import AnswerRule, rule_of
-from thor_dflash.serving.planner.backend import BackendInfo, PlanRun, Prepared
+from thor_dflash.serving.planner.backend import PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
 from thor_dflash.serving.planner.prefix_store import PrefixStore
@@ -47,7 +47,7 @@ from thor_dflash.serving.planner.tool_request import tool_use
 from thor_dflash.serving.protocol import errors, validation
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.protocol.replies import EvictionCounts, ReuseCounts
+from thor_dflash.serving.protocol.replies import EvictionCounts, ModelReply, ReuseCounts
 
 WORTH_THINKING = 32
 """With thinking `auto` and a deadline, the model thinks only if there is time for this many tokens,
@@ -117,10 +117,10 @@ class SessionBackend:
         return ReuseCounts(**counts, evicted=evicted, boundaries=len(turns), bytes=turns.bytes)
 
     @property
-    def about(self) -> BackendInfo:
+    def about(self) -> ModelReply:
         return self._about
 
-    def _described(self) -> BackendInfo:
+    def _described(self) -> ModelReply:
         return describe(self.session, self.tokenizer, self.config, self._golden)
 
     # --- warming up

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.package import manifest as package_manifest
 from thor_dflash.runtime.session import Session
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 from thor_dflash.serving.planner import answer_rule
-from thor_dflash.serving.planner.backend import BackendInfo
+from thor_dflash.serving.protocol.replies import ModelReply
 
 FEATURES = (
     *("stream", "deadline", "preempt", "prefix", "json_schema", "skills", "thinking_budget"),
@@ -31,7 +29,7 @@ def looks_up(config: ServeConfig) -> bool:
 
 def describe(
     session: Session, tokenizer: Tokenizer, config: ServeConfig, golden: str | None
-) -> BackendInfo:
+) -> ModelReply:
     """Describe a session that is served; `golden`: hash of its self-test's tokens, if it ran."""
     m = session.manifest
     files = m.files.get("tokenizer.json")
@@ -43,14 +41,14 @@ def describe(
         "forced": config.allow_forced,
         "images": m.vision is not None,
     }
-    return BackendInfo(
+    return ModelReply(
         model=m.model,
         engine=m.engine,
         quantisation={
             name: {kind: share.bytes for kind, share in kinds.items()}
             for name, kinds in m.quantisation.items()
         },
-        package_sha256=hashlib.sha256(package_manifest.render(m).encode()).hexdigest(),
+        package_sha256=package_manifest.sha256(m),
         tokenizer_sha256=files.sha256 if files else None,
         golden_sha256=golden,
         max_context=session.model.limit,

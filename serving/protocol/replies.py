@@ -44,9 +44,11 @@ class ModelReply(Struct, frozen=True, kw_only=True):
     package_sha256: str | None
     tokenizer_sha256: str | None
     golden_sha256: str | None
+    """Hash of the self-test's tokens: equal on two machines that give the same plans."""
     max_context: int
     block: int
     prefill_chunk: int
+    """Prompt tokens of a prefill step, the longest step that a cancel has to wait for."""
     features: tuple[str, ...]
 
 

@@ -204,6 +204,11 @@ def render(manifest: Manifest) -> str:
     return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
 
 
+def sha256(manifest: Manifest) -> str:
+    """Hash of manifest.toml, which holds the hashes of all other files."""
+    return hashlib.sha256(render(manifest).encode()).hexdigest()
+
+
 def identity(manifest: Manifest) -> str:
     """sha256 of what was built, from what: a package that was built again is the same, also by a
     version with other graphs. It is another one if weights were packed differently.
@@ -211,7 +216,7 @@ def identity(manifest: Manifest) -> str:
     weights = {name: entry for name, entry in manifest.files.items() if name.startswith(WEIGHTS)}
     sources = {name: replace(source, directory="") for name, source in manifest.sources.items()}
     plain = replace(manifest, created="", tool="", name=None, sources=sources, files=weights)
-    return hashlib.sha256(render(plain).encode()).hexdigest()
+    return sha256(plain)
 
 
 def is_package(path: Path) -> bool:

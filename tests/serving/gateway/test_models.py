@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import http.client
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import pytest
+from msgspec import structs
 from support.http_gateway import client, gateway
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.planner.backend import BackendInfo
 from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol.replies import ModelReply
 
 NAME = "nvidia/Qwen 3.6?ü"
 
@@ -23,8 +23,8 @@ class Named(MockBackend):
     """A mock with the name of a model as hubs have them."""
 
     @property
-    def about(self) -> BackendInfo:
-        return replace(super().about, model=NAME)
+    def about(self) -> ModelReply:
+        return structs.replace(super().about, model=NAME)
 
 
 def reply_of(address: str, path: str) -> tuple[int, Any, str | None]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from openai import APIStatusError, NotFoundError
 from support.http_gateway import CHAT, client, gateway, get
 from support.waiting import until
 
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.serving.planner.backend import BackendInfo
 from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.protocol.replies import ModelReply
 
 
 def ask(address: str, **fields: Any) -> Any:
@@ -57,8 +57,8 @@ class Other(MockBackend):
     """A mock with another name."""
 
     @property
-    def about(self) -> BackendInfo:
-        return replace(super().about, model="other")
+    def about(self) -> ModelReply:
+        return structs.replace(super().about, model="other")
 
 
 @pytest.mark.parametrize("stream", [False, True])
