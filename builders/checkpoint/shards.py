@@ -51,6 +51,11 @@ class TensorEntry:
     end: int
     """Byte offset after the last byte."""
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
+
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
 

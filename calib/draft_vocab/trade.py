@@ -11,7 +11,6 @@ from pathlib import Path
 
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.quantized_matrix import WeightFormat
-from thor_dflash.builders.checkpoint.shards import TensorEntry
 from thor_dflash.builders.checkpoint.target import EMBEDDING, HEAD, read_target
 from thor_dflash.calib.draft_vocab.selection import AnswerTokens, Candidates, Coverage
 from thor_dflash.calib.quantize.linear_rows import LinearRows, ShardReader
@@ -72,8 +71,8 @@ def cycle_cost(target: Path, drafter: Path) -> CycleCost:
     model, draft = read_target(target), read_drafter(drafter)
     shards = model.shards
     table = model.prefix + EMBEDDING
-    own = sum(_size(shards.entry(n)) for n in shards if n != table and n not in model.skipped)
-    own += sum(_size(draft.shards.entry(name)) for name in draft.shards)
+    own = sum(shards.entry(n).nbytes for n in shards if n != table and n not in model.skipped)
+    own += sum(draft.shards.entry(name).nbytes for name in draft.shards)
     with ShardReader(shards) as reader:
         head = LinearRows.of(reader, model.linears[HEAD])
     rows, columns = head.shape
@@ -81,10 +80,6 @@ def cycle_cost(target: Path, drafter: Path) -> CycleCost:
     # A head of its own is counted once by its tensors, a tied one not at all.
     passes = 2 if model.dims.tied else 1
     return CycleCost(rows, row, own + passes * rows * row, draft.dims.block)
-
-
-def _size(entry: TensorEntry) -> int:
-    return entry.end - entry.begin
 
 
 def accept_length(right: float, block: int) -> float:

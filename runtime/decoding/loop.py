@@ -134,7 +134,7 @@ def _chunks(
             len(progress.tokens), tokens, request.stop, request.max_tokens
         )
         closed = progress.commit(tokens)
-        meter.cycle(block, record, count, proposal.drafted, proposal.source, proposal.tail)
+        meter.cycle(block, record, count, proposal)
         if closed:
             meter.closed(block, record, called=progress.called)
         meter.answered(progress.answer_tokens)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
-from thor_dflash.core.errors import RequestError
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
@@ -15,6 +14,7 @@ from thor_dflash.runtime.decoding.proposers import (
     NoDrafter,
     Proposal,
     Proposer,
+    begin_drafter,
     undrafted,
 )
 from thor_dflash.runtime.engines.protocol import Call
@@ -34,19 +34,9 @@ class MtpDrafter:
     """It drafted the block under way, and so has taken in the rows that are held."""
 
     def begin(self, model: ModelRunner, rows: int) -> int:
-        """See Proposer.
-
-        Raises:
-            RequestError: the package has no MTP layer.
-        """
-        if not model.chained:
-            own = model.manifest.own_drafter
-            raise RequestError(f"drafter must be {own}, the package's (got mtp)")
-        model.write_windows(self.config.window, self.config.full)
-        seed = rows - self.config.seed if self.config.seed else 0
-        model.state.first = max(model.state.first, seed)
+        """See begin_drafter."""
         self._drafted = False
-        return model.state.first
+        return begin_drafter(model, rows, self.config, "mtp")
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         """See Proposer. The first token of a prompt of one has no row before it to draft from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from thor_dflash.config.decode import NO_DRAFT_LIMITS, DraftConfig
 from thor_dflash.core.errors import RequestError
@@ -55,6 +55,22 @@ class Proposer(Protocol):
         ...
 
 
+def begin_drafter(
+    model: ModelRunner, rows: int, config: DraftConfig, kind: Literal["dflash", "mtp"]
+) -> int:
+    """What `begin` does for a package's own drafter of this kind.
+
+    Raises:
+        RequestError: the package has none.
+    """
+    if (own := model.manifest.own_drafter) != kind:
+        raise RequestError(f"drafter must be {own}, the package's (got {kind})")
+    model.write_windows(config.window, config.full)
+    seed = rows - config.seed if config.seed else 0
+    model.state.first = max(model.state.first, seed)
+    return model.state.first
+
+
 def undrafted(model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
     """Write the last token and what is forced after it."""
     model.write_tokens([progress.last, *block.forced])
@@ -90,17 +106,8 @@ class DflashDrafter:
     config: DraftConfig = NO_DRAFT_LIMITS
 
     def begin(self, model: ModelRunner, rows: int) -> int:
-        """See Proposer.
-
-        Raises:
-            RequestError: the package has no drafter.
-        """
-        if (own := model.manifest.own_drafter) != "dflash":
-            raise RequestError(f"drafter must be {own}, the package's (got dflash)")
-        model.write_windows(self.config.window, self.config.full)
-        seed = rows - self.config.seed if self.config.seed else 0
-        model.state.first = max(model.state.first, seed)
-        return model.state.first
+        """See begin_drafter."""
+        return begin_drafter(model, rows, self.config, "dflash")
 
     def propose(self, model: ModelRunner, progress: DecodeProgress, block: Block) -> Proposal:
         if not block.draft:

@@ -11,14 +11,13 @@ from typing import Literal
 from thor_dflash.core.results import DraftCounts, DraftSource, Speculation, Timings, Usage, rate
 from thor_dflash.plugins.accept.record import Record
 from thor_dflash.runtime.decoding.block import (
-    NO_TAIL,
     Block,
     BlockPhase,
     DecodeProgress,
-    DraftTail,
     Reason,
     Sampling,
 )
+from thor_dflash.runtime.decoding.proposers import Proposal
 
 CloseKind = Literal["", "natural", "soft", "hard", "call"]
 
@@ -74,12 +73,11 @@ class BlockDrafts:
     """What a text had behind the drafter's last draft; not counted above."""
 
 
-def _by_source(
-    source: DraftSource, free: Sequence[bool], accepted: int, tail: DraftTail
-) -> BlockDrafts:
+def _by_source(proposal: Proposal, free: Sequence[bool], accepted: int) -> BlockDrafts:
     """`free`: of each drafted row, whether it holds a draft and no forced id. The first `accepted`
     rows were committed.
     """
+    source, tail = proposal.source, proposal.tail
     own = len(free) - len(tail.ids)
     found = BlockDrafts(source, sum(free[:own]), sum(free[: min(own, accepted)]))
     if not tail.ids:
@@ -172,19 +170,9 @@ class RequestMeter:
         """Note that the prefill has ended."""
         self.prefilled = self.last = time.perf_counter()
 
-    def cycle(
-        self,
-        block: Block,
-        record: Record,
-        count: int,
-        drafted: int,
-        source: DraftSource = "drafter",
-        tail: DraftTail = NO_TAIL,
-    ) -> None:
-        """Count a committed block, `drafted` rows of which held a draft of this source or a forced
-        id instead, the last ones a `tail`.
-        """
-        now = time.perf_counter()
+    def cycle(self, block: Block, record: Record, count: int, proposal: Proposal) -> None:
+        """Count a block of which `count` rows were committed, and what was proposed for it."""
+        now, drafted = time.perf_counter(), proposal.drafted
         forced = [token >= 0 for token in block.forced]
         free = [not f for f in forced] + [True] * (self.block - len(forced))
         right = min(record.agreed, count, drafted)
@@ -196,7 +184,7 @@ class RequestMeter:
                 self._note(reason)
         part = PhaseTotals(1, count, drafts, accepted, record.relaxed, 1e3 * (now - self.last))
         self.parts[block.phase] = self.parts.get(block.phase, PhaseTotals()).plus(part)
-        self.drafts.append(_by_source(source, free[:drafted], right, tail))
+        self.drafts.append(_by_source(proposal, free[:drafted], right))
         self.first, self.last = self.first or now, now
         self.hist[count - 1] += 1
         self.drafted += drafts

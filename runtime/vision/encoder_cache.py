@@ -31,12 +31,12 @@ class EncoderTotals:
 class EncoderCache:
     """The images of one session. `insert` is thread-safe, `read` is for the decoding thread."""
 
-    def __init__(self, vision: VisionDims, sizes: Sequence[int], budget: int = BUDGET) -> None:
+    def __init__(self, vision: VisionDims, sizes: Sequence[int]) -> None:
         self.vision = vision
         self._sizes = tuple(sorted(sizes))
         self.most_pixels = max(sizes) * PATCH**2
         """Most pixels of a resized image, for which there is a graph."""
-        self.budget = budget
+        self.budget = BUDGET
         """Memory for rows, bytes."""
         self.totals = EncoderTotals()
         self._numbers = ImageNumbers()

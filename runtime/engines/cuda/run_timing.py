@@ -16,10 +16,12 @@ class RunTimes:
     """The last run, as long as the values it handed over are current."""
     noted: list[float] | None = None
     """If set, the time of each run is also appended here, s."""
+    left: bool = False
+    """Whether the last run may still be going on although its handover has been read."""
+    ended: list[CapturedGraph] = field(default_factory=list[CapturedGraph])
+    """Runs that have ended and whose times have not been collected."""
     _running: list[CapturedGraph] = field(default_factory=list[CapturedGraph])
-    _ended: list[CapturedGraph] = field(default_factory=list[CapturedGraph])
     _seconds: dict[str, float] = field(default_factory=dict[str, float])
-    _left: bool = False
 
     def run(self, captured: CapturedGraph) -> None:
         """Enqueue a step."""
@@ -30,12 +32,12 @@ class RunTimes:
     def idle(self) -> None:
         """Note that all work of the stream is done."""
         self._end(going=0)
-        self._left = False
+        self.left = False
 
     def idle_before(self) -> None:
         """Note that all work before the last run is done, and also that run's handover."""
         self._end(going=1)
-        self._left = True
+        self.left = True
 
     def _end(self, going: int) -> None:
         """Note that all runs but the last `going` have ended."""
@@ -44,22 +46,12 @@ class RunTimes:
             # Removed first: after an interrupt here, the next call must not end a later run.
             captured = self._running.pop(0)
             captured.ended(1)
-            self._ended.append(captured)
-
-    @property
-    def left(self) -> bool:
-        """Whether the last run may still be going on although its handover has been read."""
-        return self._left
-
-    @property
-    def ended(self) -> bool:
-        """Whether there are ended runs whose times have not been collected."""
-        return bool(self._ended)
+            self.ended.append(captured)
 
     def collect(self) -> None:
         """Collect the times of the ended runs."""
-        while self._ended:
-            captured = self._ended.pop(0)
+        while self.ended:
+            captured = self.ended.pop(0)
             each = captured.collect()
             self._seconds[captured.name] = self._seconds.get(captured.name, 0.0) + sum(each)
             if self.noted is not None:

@@ -40,7 +40,7 @@ from thor_dflash.plugins.tensorrt.plugin import Creator, deregister, register
 from thor_dflash.runtime.engines.cuda.binding import BoundCall, cuda
 from thor_dflash.runtime.engines.cuda.device_tensors import DeviceTensors
 from thor_dflash.runtime.engines.cuda.graph_replay import GraphReplay
-from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights, WeightFiller
+from thor_dflash.runtime.engines.cuda.weight_loader import FileWeights
 from thor_dflash.runtime.engines.protocol import Call, Graph
 from thor_dflash.runtime.engines.tensorrt.compatibility import RuntimeFacts, check
 
@@ -68,13 +68,7 @@ class PlanGraph:
 class TensorRTEngine:
     """TensorRT engines of one package directory on one device."""
 
-    def __init__(
-        self,
-        package: Path,
-        config: EngineConfig,
-        progress: Progress,
-        fill: WeightFiller | None = None,
-    ) -> None:
+    def __init__(self, package: Path, config: EngineConfig, progress: Progress) -> None:
         # TensorRT works in the primary context, which all libraries of a process share.
         self.driver = Driver(config.device, shared=True)
         self.package = package
@@ -90,7 +84,7 @@ class TensorRTEngine:
         )
         self._config = config
         self._progress = progress
-        self._fill = fill or FileWeights(package, progress)
+        self._fill = FileWeights(package, progress)
         self._messages = Messages()
         self._creators: tuple[Creator, ...] = ()
         self._graphs: dict[str, PlanGraph] = {}

@@ -19,6 +19,7 @@ from thor_dflash.runtime.decoding.block import (
     DraftTail,
     Reason,
 )
+from thor_dflash.runtime.decoding.proposers import Proposal
 from thor_dflash.runtime.decoding.telemetry import RequestMeter, RequestReport
 
 
@@ -55,7 +56,7 @@ def test_a_request_has_the_times_of_its_steps(clock: Clock) -> None:
     for seconds, count, phase in ((1, 4, "thinking"), (2, 3, "thinking"), (5, 1, "answer")):
         clock.now += seconds
         record = Record(count, -1, 0, count, 0, tokens=(5,) * count, choices=(5,) * 16)
-        meter.cycle(Block(cap=count, phase=phase), record, count, 15)  # type: ignore[arg-type]
+        meter.cycle(Block(cap=count, phase=phase), record, count, Proposal(15))  # type: ignore[arg-type]
     report = totals(meter, "stop", 8, {})
     assert (report.timings.prefill_ms, report.timings.ttft_ms) == (2000, 3000)
     assert {name: part.ms for name, part in report.phases.items()} == {
@@ -70,7 +71,7 @@ def test_blocks_in_a_row_share_a_note_and_notes_are_in_order() -> None:
     meter, record = RequestMeter(8, {}), Record(1, -1, 0, 0, 0, tokens=(5,), choices=(5,) * 8)
     capped, gated = Reason("capped", "budget"), Reason("gated", "gate")
     for reason in (capped, capped, gated, capped):
-        meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, 0)
+        meter.cycle(Block(cap=1, reasons=(reason,)), record, 1, Proposal(0))
     notes = [(n.what, n.why, n.cycle, n.cycles) for n in totals(meter, "stop", 4, {}).notes]
     assert notes == [
         ("capped", "budget", 0, 2),
@@ -102,7 +103,7 @@ def test_what_a_block_counts_for(
 ) -> None:
     meter = RequestMeter(8, {})
     record = Record(count, -1, 0, agreed, 0, tokens=(5,) * count, choices=(5,) * 8)
-    meter.cycle(Block(cap=count, forced=forced), record, count, drafted)
+    meter.cycle(Block(cap=count, forced=forced), record, count, Proposal(drafted))
     report = totals(meter, "length", count, {})
     spec, part = report.spec, report.phases["answer"]
     assert (spec.drafted, spec.accepted_per_position, spec.forced) == want
@@ -114,7 +115,9 @@ def test_an_id_that_a_grammar_forces_behind_the_drafts_is_the_texts_place() -> N
     meter, tail = RequestMeter(8, {}), DraftTail((9,) * 4, "session")
     record = Record(6, -1, 0, 6, 0, tokens=(5,) * 6, choices=(5,) * 8)
     block = Block(cap=8, forced=(-1, 9, -1, 9, 9, 9))
-    meter.cycle(block, record, 6, 7, tail=tail)  # rows 0 to 2 are the drafter's, then the text's
+    meter.cycle(
+        block, record, 6, Proposal(7, tail=tail)
+    )  # rows 0 to 2 are the drafter's, then the text's
     assert totals(meter, "length", 6, {}).spec.sources == {
         "drafter": DraftCounts(1, 2, 2),
         "session": DraftCounts(0, 1, 0),
