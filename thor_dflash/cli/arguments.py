@@ -68,10 +68,16 @@ def _settings(sub: Arguments, *keys: str) -> None:
 PACKAGE = ("--package PKG", "package directory, made by thor-dflash build")
 MESSAGES = ("--messages FILE.json", 'a chat: a JSON list of {"role": ..., "content": ...}')
 TOKENS = ("--tokens FILE.json", "a JSON list of token ids")
+URL = ("--url URL", "address of any server with OpenAI's API: http://HOST:PORT/v1")
+QUANTIZE = (
+    "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect", "quantize.kv",
+    "quantize.activations", "quantize.device",
+)  # fmt: skip
 PLAN_FORMATS = ("json_steps", "bt_cpp_xml", "pddl_plan", "nav2_waypoints")
 """Those of the protocol, whose import would make --help slow."""
 SOURCES = "- reads standard input, @FILE a file"
 DRAFT = f"text that the answer may repeat, as the plan before it (repeatable); {SOURCES}"
+PLAN = ("--plan", "print sizes, disk and the predicted time of a step, and write nothing")
 REPORT = ("--json", "print the report as JSON")
 
 
@@ -93,13 +99,10 @@ def quantize(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--out DIR", "new directory for the quantised checkpoint")
     _add(sub, "--statistics FILE", "activations of the target, made by thor-dflash calibrate: for "
          "method act, scales of the KV cache, and input_scale of modelopt's FP8")  # fmt: skip
-    _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
+    _add(sub, *PLAN)
     _add(sub, "--from-quantised", "accept a checkpoint that is quantised already, and round its "
          "weights a second time")  # fmt: skip
-    _settings(
-        sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
-        "quantize.kv", "quantize.activations", "quantize.device",
-    )  # fmt: skip
+    _settings(sub, *QUANTIZE)
 
 
 def calibrate(sub: argparse.ArgumentParser) -> None:
@@ -119,11 +122,8 @@ def synth(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--mtp", "with the target's MTP layer")
     _add(sub, "--layers N", "only so many of the target's layers (default: all)")
     _add(sub, "--out DIR", "new directory for the checkpoint")
-    _add(sub, "--plan", "print sizes, disk and the predicted time of a step, and write nothing")
-    _settings(
-        sub, "quantize.preset", "quantize.classes", "quantize.method", "quantize.dialect",
-        "quantize.kv", "quantize.activations", "quantize.device",
-    )  # fmt: skip
+    _add(sub, *PLAN)
+    _settings(sub, *QUANTIZE)
 
 
 def generate(sub: argparse.ArgumentParser) -> None:
@@ -238,14 +238,8 @@ def bench(sub: argparse.ArgumentParser) -> None:
     _add(sub, "--ready", "measure the time from process start to the first answer; for a --shape, "
          "a package is first written to --out")  # fmt: skip
     _add(sub, "--out DIR", "new directory for the package of --ready")
-    _add(
-        sub,
-        "--image WIDTHxHEIGHT",
-        "measure what such a camera frame in a prompt costs, and "
-        "nothing else; may be given several times",
-        action="append",
-        default=[],
-    )
+    _add(sub, "--image WIDTHxHEIGHT", "measure what such a camera frame in a prompt costs, and "
+         "nothing else; may be given several times", action="append", default=[])  # fmt: skip
     _add(sub, "--json", "print the rows as JSON")
 
 
@@ -257,7 +251,7 @@ def replay(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("trace", type=path, metavar="TRACE.jsonl", help="recorded conversations")
     source = sub.add_mutually_exclusive_group(required=True)
-    _add(source, "--url URL", "address of any server with OpenAI's API: http://HOST:PORT/v1")
+    _add(source, *URL)
     _add(source, *PACKAGE)
     _add(source, "--shape NAME", "model whose sizes to take: qwen3.6-27b, qwen3.8-27b")
     _add(sub, "--random-weights", "make weights on the device instead of reading a package")
@@ -292,8 +286,7 @@ def bfcl(sub: argparse.ArgumentParser) -> None:
         "an environment of their own. Without it, only the form of the calls is checked."
     )
     sub.add_argument("samples", type=path, metavar="SAMPLES.jsonl", help="BFCL v4, single turn")
-    _add(sub, "--url URL", "address of any server with OpenAI's API: http://HOST:PORT/v1",
-         required=True)  # fmt: skip
+    _add(sub, *URL, required=True)
     _http(sub)
     _add(sub, "--first N", "only the first N samples")
     _add(sub, "--json", "print the scores as JSON")

@@ -1,8 +1,6 @@
-"""thor-dflash build | quantize | synth | generate | profile | score | check | tune | doctor |
-demo | bench | serve | plan | status | stats | schema | gateway | keygen | template | completion.
+"""The command line; arguments.py lists the commands, exit_status.py what they return.
 
-Exit status: see exit_status.py. An error that the user can fix is one line on stderr; any other is
-a bug and shows its traceback.
+An error that the user can fix is one line on stderr; any other is a bug and shows its traceback.
 """
 
 from __future__ import annotations
