@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from thor_dflash.calib.check.golden import Golden, rounds, sources
+from thor_dflash.calib.check.golden import REMAKE, Golden, device, rounds, sources
 from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.calib.check.tolerance import (
     NOTHING,
@@ -155,6 +155,7 @@ def make(
     values = _values(session, show, tokens, 0) if show else {}
     return Golden(
         sources(session.manifest),
+        device(session),
         session.model.block,
         rounds(session.manifest),
         tuple(tokens),
@@ -293,10 +294,11 @@ def compare(
     limit = _limit(session, reference) if tolerance is None else tolerance
     shapes(session, tokens, taps=False)
     if reference is not None:
-        report = _outside(session, reference, limit, progress)
+        made_by = _made_by(session, reference, limit)
+        report = replace(_outside(session, reference, limit, progress), notes=made_by)
     differs = report.logits is not None and report.logits.first >= 0
     if show is None:
-        return replace(report, notes=(UNSEEN.format(session.manifest.engine),))
+        return replace(report, notes=(*report.notes, UNSEEN.format(session.manifest.engine)))
     if operators == "none" or (operators == "auto" and reference is not None and not differs):
         return report
     at = report.logits.first // session.model.block if report.logits and differs else 0
@@ -312,6 +314,23 @@ UNSEEN = (
     "engine {} shows nothing inside its steps; the lines for layers, if any, tell where it begins "
     "to differ"
 )
+
+
+def _made_by(session: Session, reference: Reference, limit: float) -> tuple[str, ...]:
+    """Notes about where a golden file was made, if that was not here.
+
+    Raises:
+        RequestError: equal bits are wanted, which no other device or tuning has.
+    """
+    here, there = device(session), reference.golden.device or "an unknown device"
+    if reference.session is not None or here == there:
+        return ()
+    if limit == 0:
+        raise RequestError(
+            f"--tolerance 0 must go with a golden file made by {here} (got one by {there}); "
+            f"{REMAKE}"
+        )
+    return (f"the golden file was made by {there}; this is {here}",)
 
 
 def _limit(session: Session, reference: Reference | None) -> float:

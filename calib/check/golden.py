@@ -10,9 +10,11 @@ import numpy as np
 
 from thor_dflash.calib.check.trace_record import Outputs
 from thor_dflash.core.errors import RequestError
+from thor_dflash.core.message_text import visible
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.session import Session
 
 VALUE = "value."
 PARTS = {"block": 0, "rounds": 0, "tokens": 1, "logits": 2}
@@ -29,6 +31,8 @@ class Golden:
 
     sources: dict[str, str]
     """"target", "drafter" -> SHA-256 of the checkpoint's config.json."""
+    device: str
+    """Engine and device that made it, with the hash of its tuned launches; "" if not noted."""
     block: int
     rounds: bool
     """Whether the engine that made it rounds activations or caches to fewer bits than float32."""
@@ -46,6 +50,11 @@ def sources(manifest: Manifest) -> dict[str, str]:
     return {name: source.config_sha256 for name, source in manifest.sources.items()}
 
 
+def device(session: Session) -> str:
+    """Return a package's Golden.device."""
+    return f"{session.manifest.engine} on {session.model.engine.device}"
+
+
 def rounds(manifest: Manifest) -> bool:
     """Return a package's Golden.rounds."""
     return (manifest.activations, manifest.kv) != ("f32", "f32")
@@ -55,6 +64,7 @@ def arrays(golden: Golden) -> dict[str, Array]:
     """Return the arrays to store in a file."""
     out = {f"{VALUE}{name}": _plain(x) for name, x in golden.values.items()}
     out |= {f"source.{name}": np.array(sha) for name, sha in golden.sources.items()}
+    out["device"] = np.array(golden.device)
     out["block"] = np.array(golden.block)
     out["rounds"] = np.array(golden.rounds)
     out["tokens"] = np.array(golden.tokens, np.int32)
@@ -83,6 +93,7 @@ def read(path: Path) -> Golden:
             raise RequestError(f"{path}: {name} must be {KINDS[ndim]} (got {got}); {REMAKE}")
     return Golden(
         {n.removeprefix("source."): str(x) for n, x in held.items() if n.startswith("source.")},
+        visible(str(held.get("device", ""))),
         int(held["block"]),
         bool(held["rounds"]),
         tuple(int(t) for t in held["tokens"]),

@@ -276,7 +276,8 @@ class _Runner:
 
         def piece(at: int) -> bytes:
             data = self.reader.read(name, at, min(COPY_PIECE, size - at))
-            finite(np.frombuffer(data, dtype), self.reader.shards.placed(name))
+            where = f"{self.reader.shards.placed(name)}, from value {at // dtype.itemsize} on,"
+            finite(np.frombuffer(data, dtype), where)
             return data
 
         for data in self.workers.each(piece, range(0, size, COPY_PIECE)):

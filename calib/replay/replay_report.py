@@ -254,6 +254,8 @@ def text(report: ReplayReport, base: ReplayReport | None = None) -> str:
     if s.forced:
         lines.append(f"answers forced from the trace, assumed tokens per cycle: {s.forced}")
     lines += [f"note: {note}" for note in s.notes]
+    if base and base.subject.target != s.target:
+        lines.append(f"before: {base.subject.target}")
     lines += ["", *columns([*([("", "now", "before")] if base else []), *summary(report, base)])]
     if rows := slowest(report):
         lines += ["", "slowest first tokens", *columns([TURN_TITLES, *rows])]

@@ -25,6 +25,7 @@ from thor_dflash.runtime.engines.cuda.graph_capture import Runner
 from thor_dflash.runtime.engines.cuda.tuning_record import (
     CandidateTime,
     TunedLaunch,
+    TuningFile,
     TuningRecord,
     package_name,
     power_mode,
@@ -67,12 +68,15 @@ def sizes(config: EngineConfig, found: Manifest) -> tuple[int, int, tuple[int, .
 
 def needed(package: Path, config: EngineConfig) -> bool:
     """Whether a package of engine cuda has launches that were not measured on this device."""
+    record, found = _file(config).read(), package_manifest.read(package)
+    return record is None or package_name(config, found) not in record.packages
+
+
+def _file(config: EngineConfig) -> TuningFile:
     driver = DriverCalls()  # makes no context, which takes longer than all the rest
     driver("cuInit", 0)
     info = driver.describe(driver("cuDeviceGet", config.device))
-    record = tuning_file(config.tunings_directory, info, power_mode()).read()
-    found = package_manifest.read(package)
-    return record is None or package_name(config, found) not in record.packages
+    return tuning_file(config.tunings_directory, info, power_mode())
 
 
 def tune_package(
@@ -83,8 +87,8 @@ def tune_package(
     *,
     again: bool = False,
 ) -> Tuning:
-    """Measure what the record lacks, or with `again` everything, and write the record. The weights
-    are random: they are not read, and a step takes the same time.
+    """Measure what the record lacks, or with `again` everything, and write the record; one process
+    at a time. The weights are random: they are not read, and a step takes the same time.
 
     Raises:
         ConfigError: the package is of another engine.
@@ -96,7 +100,10 @@ def tune_package(
     weights = RandomWeights(package, config.cubins_directory, matrices=True)
     capacity, block, chunks = sizes(config, found)
     off = replace(config, tune="off")
-    with closing(CudaEngine(package, off, progress, weights)) as engine:
+    with (
+        _file(config).alone(progress),  # before the engine, which takes memory
+        closing(CudaEngine(package, off, progress, weights)) as engine,
+    ):
         model = ModelRunner(engine, found, capacity, block, chunks)
         bench = CudaBench(engine, model, Runner(engine.driver, config.cubins_directory), {}, 0)
         return tune(bench, progress, budget, name=package_name(config, found), again=again)
@@ -111,19 +118,19 @@ def tune(
     if record is None or record.power != file.power:
         record = file.empty()
     file.write(record)  # a directory that cannot keep it is refused now
-    if again:
-        record = file.empty()
+    known = {} if again else record.launches
     timer = ChainTimer(bench)
     with progress.task("looking for candidates"):
         every = tunable(bench, device)
-    left = [one for one in every if one.key not in record.launches]
-    device = replace(device, tuned=record.choices())
+    left = [one for one in every if one.key not in known]
+    device = replace(device, tuned=replace(record, launches=known).choices())
     choices = _compiled(bench, timer, left, device, progress)
     found: dict[str, TunedLaunch] = {}
     try:
         with progress.task("measuring launches", len(left), "launches") as task:
             for one in left:
-                if time.monotonic() - begun > budget:
+                # One at least, so that calls with a small budget come to an end, too.
+                if found and time.monotonic() - begun > budget:
                     break
                 tuned = _measured(timer, one, device, choices[one.key], warm=not found)
                 found[one.key] = tuned
@@ -132,9 +139,6 @@ def tune(
                 task.advance(1)
     finally:  # also what was measured before an interrupt
         complete = name if len(found) == len(left) else ""
-        latest = file.read()  # another process may have added launches
-        if latest is not None and latest.power == file.power and not again:
-            record = latest
         record = record.adding(found, complete)
         file.write(record)
     seconds = time.monotonic() - begun

@@ -7,13 +7,15 @@ server write and every engine of that device reads. How K is cut decides how sum
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from thor_dflash import __version__
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import EngineError
+from thor_dflash.core.progress import Progress
 from thor_dflash.package import manifest
 from thor_dflash.package.manifest import Manifest
 from thor_dflash.plugins.cuda.compile import sources_digest
@@ -29,8 +32,9 @@ from thor_dflash.plugins.cuda.driver import DeviceInfo
 from thor_dflash.plugins.launch import CallSite, Choice
 from thor_dflash.runtime.engines import resolve_options
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file format. A runtime reads only its own."""
+AGAIN = "delete the file, and thor-dflash tune --package PKG"
 COMMAND_S = 5.0
 """Time limit of the command that prints a board's power mode."""
 POWER_MODE = re.compile(r"NV Power Mode:\s*(\S+)")
@@ -92,6 +96,15 @@ class TuningRecord:
     """By the key of a call."""
     packages: tuple[str, ...] = ()
     """Packages, with the sizes that a session chose, of which every launch was measured."""
+    sha256: str = ""
+    """Of all other fields. An engine takes the choices as they are: a cut that no rule would make
+    may compute anything."""
+
+    def sealed(self) -> TuningRecord:
+        """This record with its hash."""
+        bare = replace(self, sha256="")
+        text = json.dumps(strict_records.encode(bare), sort_keys=True)
+        return replace(bare, sha256=hashlib.sha256(text.encode()).hexdigest())
 
     def choices(self) -> dict[str, Choice]:
         """The choices that are not the rules', by the key of a call."""
@@ -166,24 +179,21 @@ class TuningFile:
         return None
 
     def _load(self, path: Path) -> TuningRecord:
-        found = strict_records.load(TuningRecord, path, EngineError)
-        for key, launch in found.launches.items():
-            if not 0 <= launch.chosen < len(launch.candidates):
-                raise EngineError(
-                    f"{path}: launches.{key}.chosen must be the index of a candidate (got "
-                    f"{launch.chosen}); delete the file, and thor-dflash tune --package PKG"
-                )
+        try:
+            found = strict_records.load(TuningRecord, path, EngineError)
+        except EngineError as e:
+            raise EngineError(f"{e}; {AGAIN}") from e
         mine = self.empty()
         for name, want, got in (
             ("format", mine.format, found.format),
             ("device", mine.device, found.device),
             ("driver", mine.driver, found.driver),
             ("kernels", mine.kernels, found.kernels),
+            ("sha256", found.sealed().sha256, found.sha256),
         ):
             if want != got:
                 raise EngineError(
-                    f"{path} must be a tuning record with {name} {want} (got {got}); delete the "
-                    "file, and thor-dflash tune --package PKG"
+                    f"{path} must be a tuning record with {name} {want} (got {got}); {AGAIN}"
                 )
         return found
 
@@ -193,7 +203,7 @@ class TuningFile:
         Raises:
             EngineError: the directory cannot keep it.
         """
-        text = json.dumps(strict_records.encode(record), indent=1) + "\n"
+        text = json.dumps(strict_records.encode(record.sealed()), indent=1) + "\n"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
@@ -208,10 +218,36 @@ class TuningFile:
                 Path(name).unlink(missing_ok=True)
                 raise
         except OSError as e:
-            raise EngineError(
-                f"engine.tunings must be a directory that can keep tuning records (got "
-                f"{self.directory}: {e.strerror})"
-            ) from e
+            raise self._unusable(e) from e
+
+    @contextmanager
+    def alone(self, progress: Progress) -> Generator[None]:
+        """Wait for other processes that measure: two at a time would measure each other, and one
+        would overwrite what the other wrote.
+
+        Raises:
+            EngineError: the directory cannot be made or opened.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as e:
+            raise self._unusable(e) from e
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with progress.task("waiting for another process that tunes"):
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _unusable(self, error: OSError) -> EngineError:
+        return EngineError(
+            f"engine.tunings must be a directory that can keep tuning records (got "
+            f"{self.directory}: {error.strerror})"
+        )
 
 
 def tuning_file(directory: Path, info: DeviceInfo, power: str) -> TuningFile:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.loop_models import session
 
-from thor_dflash.calib.check.compare import make, some_tokens
-from thor_dflash.calib.check.golden import arrays, fits, read, same, sources
+from thor_dflash.calib.check.compare import Reference, compare, make, some_tokens
+from thor_dflash.calib.check.golden import arrays, device, fits, read, same, sources
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
@@ -43,6 +43,24 @@ def test_a_golden_with_an_array_of_another_shape_or_type_is_refused(
     np.savez(path, allow_pickle=False, **{**made, name: wrong})
     with pytest.raises(RequestError, match=rf"{path}: {name} must be .*; make it again"):
         fits(read(path), session().model, str(path))
+
+
+def test_a_golden_names_its_device_and_has_equal_bits_nowhere_else(
+    made: Mapping[str, Array], tmp_path: Path
+) -> None:
+    s, path = session(), tmp_path / "g.npz"
+    tokens, there = some_tokens(s), f"{device(s)}, tuned 1a2b3c4d5e6f"
+    for name, notes in ((device(s), 0), (there, 1)):
+        np.savez(path, allow_pickle=False, **{**made, "device": np.array(name)})
+        held = Reference(read(path))
+        report = compare(s, None, held, tokens, "none", None, Silent())
+        assert report.right
+        assert len([note for note in report.notes if there in note]) == notes
+        if notes:
+            with pytest.raises(RequestError, match="tuned 1a2b3c4d5e6f.*make it again"):
+                compare(s, None, held, tokens, "none", 0.0, Silent())
+        else:
+            assert compare(s, None, held, tokens, "none", 0.0, Silent()).right
 
 
 def test_what_was_made_of_another_drafter_is_refused() -> None:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "replaying" not in capsys.readouterr().err, "refused before the work"
     found = strict_records.decode(ReplayReport, report, "", RequestError)
     assert re.search(r"of them read +(\d+) +\1\n", text_of(found, found)), "both columns"
-    well_formed(page(found, found))
+    assert "before:" not in text_of(found, found)
+    other = replace(found, subject=replace(found.subject, target="cuda on GPU, tuned 1a2b"))
+    assert "before: cuda on GPU, tuned 1a2b" in text_of(found, other)
+    well_formed(html := page(found, other))
+    assert "cuda on GPU, tuned 1a2b" in html
 
 
 def well_formed(html: str) -> None:

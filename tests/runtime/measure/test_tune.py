@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from thor_dflash.cli import main
 from thor_dflash.cli.commands import serve
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, EngineError, PackageError
-from thor_dflash.core.progress import Lines, Silent
+from thor_dflash.core.progress import Lines, ProgressTask, Silent
 from thor_dflash.core.strict_records import encode
 from thor_dflash.package import manifest
 from thor_dflash.plugins.cuda.driver import Driver
@@ -72,8 +73,8 @@ def put(one: Tuning, config: EngineConfig, power: str = "default") -> Path:
     """Put a record where the engine looks for it."""
     config.tunings_directory.mkdir()
     name = one.path.name.replace("default", power.lower())
-    record = encode(one.record) | ({} if power == "default" else {"power": power})
-    (config.tunings_directory / name).write_text(json.dumps(record))
+    record = replace(one.record, power="" if power == "default" else power).sealed()
+    (config.tunings_directory / name).write_text(json.dumps(encode(record)))
     return config.tunings_directory / name
 
 
@@ -153,19 +154,35 @@ def test_a_record_of_another_power_mode_is_used_with_a_warning(
     assert "70W" in out.getvalue()
 
 
-@pytest.mark.parametrize("damage", ["device", "kernels", "driver", "format", "chosen", "JSON"])
+@pytest.mark.parametrize("damage", ["device", "kernels", "driver", "format", "JSON", "text"])
 def test_a_record_that_is_not_of_this_device_is_refused(
     damage: str, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
 ) -> None:
     path = put(records["tie"], config)
     record = json.loads(path.read_text())
-    if damage == "chosen":
-        next(iter(record["launches"].values()))["chosen"] = 99
-    elif damage != "JSON":
+    if damage in record:
         record[damage] = 7 if isinstance(record[damage], int) else "other"
-    path.write_text("{" if damage == "JSON" else json.dumps(record))
-    with closing(Driver()) as driver, pytest.raises(EngineError, match=damage):
+    path.write_text({"JSON": "{", "text": "[]"}.get(damage) or json.dumps(record))
+    match = damage if damage in record else "JSON"
+    with closing(Driver()) as driver, pytest.raises(EngineError, match=f"{match}.*delete the file"):
         tuning_file(config.tunings_directory, driver.info, "").read()
+
+
+@pytest.mark.parametrize("edit", [{"parts": 10**9}, {"parts": 0}, {"clusters": -1}, {"other": 1}])
+def test_choices_that_were_edited_are_refused(
+    edit: dict[str, int],
+    made: Path,
+    device: FakeCuda,
+    config: EngineConfig,
+    records: dict[str, Tuning],
+) -> None:
+    path = put(records["slow"], config)
+    record = json.loads(path.read_text())
+    launch = next(x for x in record["launches"].values() if "down_proj" in x["name"])
+    launch["candidates"][launch["chosen"]]["choice"].update(edit)
+    path.write_text(json.dumps(record))
+    with pytest.raises(EngineError, match="sha256"), opened(made, config):
+        pass
 
 
 def test_another_device_has_another_record(
@@ -184,10 +201,45 @@ def test_a_budget_leaves_launches_for_the_next_time(
 ) -> None:
     kept = dict(device._sizes)
     first = tune_package(made, config, Silent(), 0.0)
-    assert not first.measured
-    assert first.left == len(records["tie"].measured)
+    assert len(first.measured) == 1
+    assert first.left == len(records["tie"].measured) - 1
     assert needed(made, config)
     assert device._sizes == kept, "no memory is left"
+
+
+def test_measuring_again_keeps_what_it_does_not_measure(
+    made: Path, device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
+) -> None:
+    put(records["slow"], config)
+    done = tune_package(made, config, Silent(), 0.0, again=True)
+    [measured] = done.measured
+    old, new = records["slow"].record, done.record
+    assert new.launches.keys() == old.launches.keys()
+    assert {key for key in old.launches if new.launches[key] != old.launches[key]} == {measured}
+    assert not needed(made, config)
+
+
+def test_processes_measure_one_after_the_other(device: FakeCuda, config: EngineConfig) -> None:
+    with closing(Driver()) as driver:
+        file = tuning_file(config.tunings_directory, driver.info, "")
+    waits, ended = threading.Event(), threading.Event()
+
+    class Waiting(Silent):
+        def task(self, *args: object) -> ProgressTask:
+            waits.set()
+            return ProgressTask(lambda done, state: None)
+
+    def second() -> None:
+        with file.alone(Waiting()):
+            ended.set()
+
+    with file.alone(Silent()):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(60)
+        assert not ended.is_set()
+    thread.join(60)
+    assert ended.is_set()
 
 
 def test_the_command_prints_what_it_chose(

@@ -39,6 +39,7 @@ def page(found: ReplayReport, base: ReplayReport | None = None) -> str:
     return render(
         "replay.html.jinja",
         subject=subject,
+        before=base.subject.target if base else "",
         tiles=_tiles(found),
         totals=(("", "now", "before") if base else ("", ""), summary(found, base)),
         first=_turns(turns, "ms", lambda turn: turn.ttft_ms),
