@@ -115,9 +115,8 @@ def test_an_id_that_a_grammar_forces_behind_the_drafts_is_the_texts_place() -> N
     meter, tail = RequestMeter(8, {}), DraftTail((9,) * 4, "session")
     record = Record(6, -1, 0, 6, 0, tokens=(5,) * 6, choices=(5,) * 8)
     block = Block(cap=8, forced=(-1, 9, -1, 9, 9, 9))
-    meter.cycle(
-        block, record, 6, Proposal(7, tail=tail)
-    )  # rows 0 to 2 are the drafter's, then the text's
+    # Rows 0 to 2 are the drafter's, then the text's.
+    meter.cycle(block, record, 6, Proposal(7, tail=tail))
     assert totals(meter, "length", 6, {}).spec.sources == {
         "drafter": DraftCounts(1, 2, 2),
         "session": DraftCounts(0, 1, 0),
