@@ -36,13 +36,16 @@ NARROW = TargetGeometry(
 )
 """Its heads begin at any element of 4, but its rows all begin alike (builders/engine_limits.py)."""
 
+SHORT = replace(GEOMETRIES["27b"], layers=2, interval=2)
+"""A layer of each kind: for laws that do not depend on the depth, in half of the time."""
+
 _HELD: list[TemporaryDirectory[str]] = []
 """Directories of the cached sessions, removed when the process ends."""
 
 
 @cache
 def session(
-    geometry: str = "27b",
+    geometry: str = "short",
     dialect: Dialect = "bf16",
     saves: str = "records",
     chunk: int = 32,
@@ -50,22 +53,20 @@ def session(
     drafter: bool = True,
     block: int = 0,
     kv: Literal["f32", "bf16", "fp8"] = "f32",
-    layers: int = 0,
     draft_layers: tuple[str, ...] = DrafterGeometry().layer_types,
     reuse: int = 0,
     second: bool = False,
     mtp: bool = False,
     drafts: int = 3,
 ) -> Session:
-    """Returns a session over a model of random weights, the same one for the same arguments.
-    `layers` 0 stands for the number of the geometry, which is NARROW or one of GEOMETRIES. With
-    `second` the drafter is a DFlash2 drafter of 8 rows; with `mtp` it is the target's MTP layer.
+    """Returns a session over a model of random weights, the same one for the same arguments. Its
+    geometry is SHORT, NARROW or one of GEOMETRIES. With `second` the drafter is a DFlash2 drafter
+    of 8 rows; with `mtp` it is the target's MTP layer.
     """
     held = TemporaryDirectory()
     _HELD.append(held)
-    root, g = Path(held.name), NARROW if geometry == "narrow" else GEOMETRIES[geometry]
-    if layers:
-        g = replace(g, layers=layers, interval=min(layers, g.interval))
+    root = Path(held.name)
+    g = {**GEOMETRIES, "narrow": NARROW, "short": SHORT}[geometry]
     g = replace(g, mtp=mtp)
     taps = tuple(layer for layer in DrafterGeometry().taps if layer < g.layers)
     write_target(root / "target", g, 3, dialect)

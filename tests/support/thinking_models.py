@@ -24,7 +24,7 @@ OPEN = 241
 
 def thinker() -> Session:
     """Returns a session with one layer of each kind: policies do not depend on their number."""
-    return session(layers=2)
+    return session()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def directory(s: Session) -> Path:
 
 @pytest.fixture(scope="module")
 def good() -> Path:
-    return directory(session(layers=2))
+    return directory(session())
 
 
 @pytest.fixture

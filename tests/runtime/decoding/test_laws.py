@@ -86,7 +86,7 @@ of prefill."""
 
 @pytest.mark.parametrize("kind", ["erring", "real", "hostile"])
 def test_any_drafter_gives_the_plain_answer_and_cache_far_into_the_cache(kind: str) -> None:
-    s = session(layers=2)
+    s = session()
     truth = plain(s, FAR)
     want = cached(s)
     assert answer(s, FAR, drafter(kind, truth, 5)) == truth

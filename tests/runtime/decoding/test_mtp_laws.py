@@ -35,7 +35,7 @@ RUNS = ForcedRuns({2: (9, 8, 7), 8: (5,), 12: (4, 3, 2, 1, 0, 6)})
 
 @cache
 def mtp() -> Session:
-    return session(mtp=True, layers=2, reuse=4 << 20)
+    return session(mtp=True, reuse=4 << 20)
 
 
 def forget(s: Session) -> None:

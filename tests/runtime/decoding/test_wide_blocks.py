@@ -30,7 +30,7 @@ def wide(kind: Kind) -> Session:
     block = 20 if kind == "dflash" else 16
     second = kind == "dflash2"
     layers = ("sliding_attention",) * 2 if second else ("sliding_attention", "full_attention")
-    return session(mtp=kind == "mtp", second=second, draft_layers=layers, block=block, layers=2)
+    return session(mtp=kind == "mtp", second=second, draft_layers=layers, block=block)
 
 
 @pytest.mark.parametrize(

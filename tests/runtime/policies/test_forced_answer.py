@@ -15,7 +15,7 @@ ASK = Request(prompt=prompt(24, 2), max_tokens=len(IDS))
 
 def hist(rows: float | None, drafter: Proposer) -> list[int]:
     """The cycles that committed 1, 2, ... rows."""
-    s = session(layers=2)
+    s = session()
     assert answer(s, ASK, drafter, (ForcedAnswer(IDS, rows),)) == list(IDS)
     return list(s.report().spec.accept_hist)
 

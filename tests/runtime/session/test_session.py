@@ -55,7 +55,7 @@ def test_nan_ends_the_request_with_an_error_and_is_not_clamped() -> None:
 
 def test_nothing_past_max_tokens_is_committed() -> None:
     """Not even where the drafts of the last block are right for longer."""
-    s, asked = session(layers=2), Request(prompt=prompt(40, 1), max_tokens=40)
+    s, asked = session(), Request(prompt=prompt(40, 1), max_tokens=40)
     truth = answer(s, asked, NoDrafter())
     for most in (1, 2, 15, 16, 17, 24):
         assert answer(s, replace(asked, max_tokens=most), oracle(truth)) == truth[:most]
