@@ -5,6 +5,7 @@ from __future__ import annotations
 from thor_dflash.builders import synthetic
 from thor_dflash.core.model_dims import DrafterDims, TargetDims
 
+VOCABULARY = 2560
 ARGUMENTS = ["bench", "--shape", "small", "--random-weights", "--engine", "cuda", "--json"]
 
 
@@ -15,7 +16,7 @@ def small() -> tuple[TargetDims, DrafterDims]:
     """
     target = synthetic.QWEN36_27B
     target = TargetDims(
-        vocab=66560,
+        vocab=VOCABULARY,
         hidden=1280,
         intermediate=2048,
         layers=target.layers[:4],
@@ -27,7 +28,7 @@ def small() -> tuple[TargetDims, DrafterDims]:
     )
     old = synthetic.QWEN36_27B_DFLASH
     drafter = DrafterDims(
-        vocab=66560, hidden=1280, intermediate=2048, layers=old.layers[-2:],
+        vocab=VOCABULARY, hidden=1280, intermediate=2048, layers=old.layers[-2:],
         attention=old.attention, eps=old.eps, block=16, taps=(0, 1, 2), mask_token=5,
         target_layers=4, max_position=old.max_position,
     )  # fmt: skip

@@ -27,22 +27,14 @@ def test_a_random_package_on_disk_is_a_whole_one(
              (("loaded", 3.0), ("ready", 1e6))]  # fmt: skip
 
     def run(command: Sequence[str], **options: object) -> object:
-        assert [*command[4:]] == [
-            "--package",
-            str(tmp_path / "out"),
-            "--ready",
-            "--json",
-            *settings,
-        ]
+        assert command[4:] == ["--package", str(tmp_path / "out"), "--ready", "--json", *settings]
         return SimpleNamespace(returncode=0, stdout=json.dumps(child), stderr="")
 
     (tmp_path / "one.toml").write_text("[engine]\ncapacity = 2048\n")
     settings = ["-c", str(tmp_path / "one.toml"), "-s", "engine.overlap=false"]
-    others = [
-        "-s",
-        "build.chunk=512",
-    ]  # for the package; not passed on to the process that opens it
-    monkeypatch.setattr("subprocess.run", run)
+    others = ["-s", "build.chunk=512"]  # for the package; not passed on to the other process
+    # The command's alone: the engine asks for the power mode by another process.
+    monkeypatch.setattr("thor_dflash.cli.commands.bench.subprocess", SimpleNamespace(run=run))
     out = ["--ready", "--out", str(tmp_path / "out")]
     assert main.main([*ARGUMENTS, *settings, *others, *out]) == 0
     rows = json.loads(capsys.readouterr().out)
