@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.checkpoints import GEOMETRIES, DrafterGeometry, write_drafter, write_target
-from support.loop_models import answer, prompt
+from support.checkpoints import DrafterGeometry, write_drafter, write_target
+from support.loop_models import SHORT, answer, prompt
 
 from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
@@ -24,9 +24,8 @@ LONG = prompt(300, 5)
 
 
 def written(root: Path, **config: object) -> Path:
-    g = GEOMETRIES["27b"]
-    write_target(root / "target", g, 3)
-    write_drafter(root / "drafter", g, DrafterGeometry(), 4)
+    write_target(root / "target", SHORT, 3)
+    write_drafter(root / "drafter", SHORT, DrafterGeometry(taps=(0, 1)), 4)
     wanted = BuildConfig(chunk=32, capacity=384, **config)  # type: ignore[arg-type]
     build(root / "target", root / "drafter", root / "package", wanted, Silent())
     return root / "package"
