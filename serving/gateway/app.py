@@ -66,15 +66,9 @@ async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed = request.url.path, (error.headers or {}).get("Allow", "")
     if error.status_code == 405:
-        body = openai_api.no_method(request.method, path, allowed)
-    else:
-        routes = [route.path for route in request.app.routes if "{" not in route.path]
-        body = openai_api.no_path(path, routes)
-    reply = replies.json(body, error.status_code)
-    reply.headers["x-should-retry"] = "false"
-    if allowed:
-        reply.headers["Allow"] = allowed
-    return reply
+        return replies.no_method(request.method, path, allowed)
+    routes = [route.path for route in request.app.routes if "{" not in route.path]
+    return replies.no_path(path, routes)
 
 
 class Gateway:
@@ -232,7 +226,7 @@ async def _pieces(
                 yield _sse(piece)
         yield b"data: [DONE]\n\n"
     except PlanError as e:
-        yield _sse(openai_api.error(e))
+        yield _sse(replies.error(e))
     finally:
         await events.aclose()
 

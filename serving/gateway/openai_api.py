@@ -1,4 +1,4 @@
-"""Translates OpenAI's requests to TDP/1 and errors back. Unsupported fields are refused."""
+"""Translates OpenAI's requests to TDP/1. Unsupported fields are refused."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from thor_dflash.core.errors import Code, PlanError, RequestError
-from thor_dflash.core.message_text import cut, nearest, show, visible
+from thor_dflash.core.errors import PlanError, RequestError
+from thor_dflash.core.message_text import cut, show
 from thor_dflash.core.strict_records import as_list
 from thor_dflash.runtime.text.messages import check_chat
 from thor_dflash.serving.gateway.image_urls import image_of
 from thor_dflash.serving.protocol import codec
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.errors import bad_request, refusal
-
-STATUS: Mapping[Code, int] = {
-    "bad_request": 400, "unsupported_version": 400, "schema_invalid": 400,
-    "schema_unsupported": 400, "prompt_too_long": 400, "deadline_infeasible": 400,
-    "unauthorized": 401, "too_large": 413, "stale": 409, "cancelled": 409, "preempted": 409,
-    "busy": 429, "deadline": 408, "not_ready": 503, "draining": 503, "unreachable": 503,
-    "engine_fault": 500, "internal": 500,
-}  # fmt: skip
-"""The HTTP status of each error."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
@@ -481,54 +472,8 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
     return {key: value for key, value in turn.items() if value is not None}
 
 
-def error(e: PlanError, chat: ChatRequest | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's format. Fields are named as the client named them in `chat`."""
-    kind = "invalid_request_error" if STATUS[e.code] < 500 else "server_error"
-    message, param = e.message, e.field
-    if param is not None and chat is not None:
-        param = _field_as_sent(param, chat)
-        message = message.replace(e.field or "", param, 1)
-    return {"error": {"message": message, "type": kind, "param": param, "code": e.code}}
-
-
-def no_model(name: str, known: Iterable[str]) -> dict[str, Any]:
-    """Return OpenAI's error for an unknown model. TDP/1 has none, as each server has one model."""
-    got = f"{visible(name[:100])}; {nearest(name[:100], known)}"
-    message = f"model must be one that is served, or empty for any (got {got})"
-    return _wrong(message, "model_not_found", "model")
-
-
-def no_key(*, given: bool) -> dict[str, Any]:
-    """Return OpenAI's error for a request without a valid API key, which it does not repeat."""
-    got = "another" if given else "none"
-    message = f"Authorization must be Bearer and an API key of the gateway (got {got})"
-    return _wrong(message, "invalid_api_key")
-
-
-def no_path(path: str, known: Iterable[str]) -> dict[str, Any]:
-    """Return OpenAI's error for a path that is not served."""
-    got = f"{visible(path[:100])}; a client's base_url ends with /v1"
-    return _wrong(f"the path must be one of {', '.join(known)} (got {got})", "unknown_url")
-
-
-def no_method(method: str, path: str, allowed: str) -> dict[str, Any]:
-    """Return OpenAI's error for a method that a path does not have."""
-    message = f"the method for {visible(path[:100])} must be {allowed} (got {visible(method)})"
-    return _wrong(message, "method_not_supported")
-
-
-def _wrong(message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": param,
-            "code": code,
-        }
-    }
-
-
-def _field_as_sent(field: str, chat: ChatRequest) -> str:
+def field_as_sent(field: str, chat: ChatRequest) -> str:
+    """Return the name in a client's request of a field of the request that was made of it."""
     if field == "json_schema":
         plain = isinstance(chat.response_format, JsonObjectFormat)
         return "response_format" if plain else "response_format.json_schema.schema"

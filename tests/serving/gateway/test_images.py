@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from thor_dflash.core.errors import PlanError
-from thor_dflash.serving.gateway.openai_api import NOBODY, Caller, error, plan_request, read
+from thor_dflash.serving.gateway.openai_api import NOBODY, Caller, plan_request, read
+from thor_dflash.serving.gateway.replies import error
 from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.protocol.messages import PlanRequest
 

@@ -14,12 +14,11 @@ import pytest
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.gateway.openai_api import (
     NEUTRAL,
-    STATUS,
     Caller,
-    error,
     plan_request,
     read,
 )
+from thor_dflash.serving.gateway.replies import STATUS, error
 from thor_dflash.serving.protocol.errors import bad_request
 from thor_dflash.serving.protocol.messages import PlanRequest
 
