@@ -20,12 +20,13 @@ from thor_dflash.runtime.session.turn_cache import Boundary, Conversation, TurnC
 
 CHUNK = 32
 MEMORY = 4 << 20
+"""Too little for all states of a model of four layers: some are swapped out, some evicted."""
 
 
 @pytest.fixture
 def s() -> Iterator[Session]:
     """A session that keeps turns; those that a test adds are forgotten."""
-    found = session(reuse=MEMORY)
+    found = session("27b", reuse=MEMORY)
     forget(found)
     yield found
     forget(found)
@@ -69,7 +70,7 @@ def poison(s: Session, first: int) -> None:
 
 def same(s: Session, request: Request, proposer: Proposer | None = None) -> int:
     """Check a request against an empty session; return the tokens it reused."""
-    proposer, empty = proposer or DflashDrafter(), session()
+    proposer, empty = proposer or DflashDrafter(), session("27b")
     held = s.held(request.prompt, request.conversation.scope)
     tokens, want = answer(s, request, proposer), answer(empty, request, proposer)
     got, plain = s.report(), empty.report()
@@ -109,7 +110,7 @@ def test_the_state_is_that_of_an_empty_session(s: Session) -> None:
     first = turn(SYSTEM, USER)
     second = turn(SYSTEM, USER, CALL, RESULT, MORE)
     answer(s, first, DflashDrafter())
-    assert state(s, second) == state(session(), second)
+    assert state(s, second) == state(session("27b"), second)
     assert s.report().reuse.held == 96
 
 
@@ -129,7 +130,7 @@ def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
     """A longer prompt is kept; a shorter one's answer then repeats its ids by verify steps, whose
     bits may be others. Here they are made others, by hand."""
     begin = turn(prompt(64, 7))
-    written = tuple(answer(session(), replace(begin, max_tokens=70), DflashDrafter()))
+    written = tuple(answer(session("27b"), replace(begin, max_tokens=70), DflashDrafter()))
     assert same(s, begin) == 0
     long = turn((*begin.prompt, *written))
     assert same(s, long) == 32
@@ -137,7 +138,7 @@ def test_ids_written_by_decoding_are_not_those_of_a_prefill(s: Session) -> None:
     assert same(s, replace(begin, max_tokens=70)) == 32
     poison(s, 63)
     after = turn((*begin.prompt, *written), prompt(40, 8))
-    want = state(session(), after)
+    want = state(session("27b"), after)
     assert s.held(after.prompt) == 128, "the chunk that the answer overwrote was swapped out before"
     assert state(s, after) == want
     assert s.turns.totals.swapped_in > 0
@@ -149,7 +150,7 @@ def test_the_same_rows_of_another_beginning_are_not_reused(s: Session) -> None:
     short = turn(prompt(64, 1), (5,))
     for request in (one, other, short, one):
         same(s, request)
-    assert state(s, one) == state(session(), one)
+    assert state(s, one) == state(session("27b"), one)
 
 
 def test_scopes_share_nothing(s: Session) -> None:
@@ -222,7 +223,7 @@ def between(s: Session, random: Random, request: Request, waiting: list[Admitted
         one = waiting.pop(0)
         plain = replace(request, prompt=one.prompt, conversation=one.conversation)
         tokens = [t for chunk in s.generate(one) for t in chunk.tokens]
-        assert tokens == answer(session(), plain, DflashDrafter())
+        assert tokens == answer(session("27b"), plain, DflashDrafter())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_any_conversations(s: Session, seed: int) -> None:
             answers.close()
         found += same(s, request, proposer) > 0
         if step % 4 == 0 and s.held(request.prompt) < len(request.prompt) - 1:
-            assert state(s, request) == state(session(), request)
+            assert state(s, request) == state(session("27b"), request)
     assert found > 3
 
 
@@ -269,7 +270,7 @@ def test_a_request_that_waits_finds_what_it_was_admitted_with(s: Session) -> Non
     pages_for(s, 3, 4)
     history = prompt(100, 60)
     waits = turn(history, CALL, name="waits")
-    want = answer(session(), waits, DflashDrafter())
+    want = answer(session("27b"), waits, DflashDrafter())
 
     def others(seed: int) -> None:
         reused(s, turn(history, name="waits"))
