@@ -39,17 +39,23 @@ LINEARS = (
 
 
 def save_master(model: nn.Module, folder: Path, stem: str) -> None:
-    """Write F32 master weights as shards ``<stem>.<i>.safetensors``."""
+    """Write F32 master weights as shards ``<stem>.<i>.safetensors``, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, Tensor] = {}
     size, index = 0, 0
     for name, tensor in model.state_dict().items():
         if size + tensor.nbytes > SHARD_BYTES:
-            save_file(shard, folder / f"{stem}.{index}.safetensors")
+            _save(shard, folder / f"{stem}.{index}.safetensors")
             shard, size, index = {}, 0, index + 1
         shard[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
-    save_file(shard, folder / f"{stem}.{index}.safetensors")
+    _save(shard, folder / f"{stem}.{index}.safetensors")
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    part = path.with_suffix(".part")
+    save_file(tensors, part, metadata=metadata)
+    part.replace(path)
 
 
 def load_master(model: nn.Module, folder: Path, stem: str) -> bool:
@@ -80,7 +86,7 @@ def export_weights(model: nn.Module, prefix: str, out: Path, *, quant: bool = Tr
         )
         tensors[f"{stem}.weight_scale_2"] = scale2
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    _save(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 def load_exported(model: nn.Module, prefix: str, folder: Path, *, partly: bool = False) -> None:

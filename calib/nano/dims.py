@@ -88,7 +88,7 @@ class NanoTowerDims:
     hidden: int = 144
     intermediate: int = 528
     heads: int = 2
-    depth: int = 4
+    depth: int = 3
     positions: int = 12
     """Side of the table of positions."""
     out: int = 320

@@ -21,6 +21,8 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SAVE_EVERY = 100
 """Steps between saves of the master weights."""
+WATCH_EVERY = 50
+"""Steps between calls of what watches a run."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class TrainingRun:
     """Pictures that the tower is trained on by itself."""
     tower_seconds: float
     """Time of that training."""
+    drafter_seconds: float
+    """Time in which the drafter of a target with a tower is trained."""
+    deadline: float
+    """The time.time() by which the target's training ends, however long preparing it took."""
     start: Path | None
     """Exported target whose weights training starts from, if there are no master weights."""
 
@@ -110,16 +116,17 @@ def optimise(
     stem: str,
     loss: Callable[..., Tensor],
     data: Sequence[Tensor],
+    watch: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Minimise `loss(*batch)` on batches of rows of `data`, for the run's time or steps. Master
-    weights are saved as `stem`.
+    weights are saved as `stem`. `watch` is called now and then.
     """
     optimiser = Optimiser(model)
     cast = autocast(run)
     total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
     rng = Random(1)
     begun = time.time()
-    start = begun
+    start, seconds = begun, run.seconds
     for step in range(run.steps):
         if len(order) < run.rows:
             generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -128,7 +135,7 @@ def optimise(
         with cast:
             value = loss(*(part[chosen] for part in data))
         value.backward()
-        progress = max(step / run.steps, (time.time() - start) / run.seconds)
+        progress = max(step / run.steps, (time.time() - start) / seconds)
         place = run.begin + (run.finish - run.begin) * min(1.0, progress)
         optimiser.step(rate_at(place) * min(1.0, (step + 1) / 50))
         if step % 100 == 0 or step == 5:
@@ -140,8 +147,11 @@ def optimise(
         if step == 5:
             # Compilation is done: the schedule's time starts here.
             start = time.time()
+            seconds = max(1.0, min(seconds, run.deadline - start))
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             checkpoint.save_master(model, run.work, stem)
+        if step % WATCH_EVERY == 0:
+            watch(step)
         if progress >= 1.0:
             break
     checkpoint.save_master(model, run.work, stem)

@@ -20,22 +20,22 @@ from thor_dflash.calib.nano.corpus import Document, Rows, Thinking, answered, bi
 from thor_dflash.calib.nano.tokenizer import prompt_text
 from thor_dflash.calib.planbench.drawing import (
     COLOURS,
+    COLUMNS,
     LIDS,
     POWERS,
     SHAPES,
     SIDE,
     SLOTS,
     DrawnScene,
-    Undrawable,
-    draw_scene,
 )
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
     PicturedTask,
     described,
     sample_pictured,
+    sample_scene,
 )
-from thor_dflash.calib.planbench.worlds import household, tabletop
+from thor_dflash.calib.planbench.task import Task
 from thor_dflash.core.model_dims import PATCH
 from thor_dflash.runtime.vision.picture import PatchGrid
 
@@ -46,23 +46,41 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TOKENS = GRID.tokens
 TURNS = (*PICTURED_FAMILIES, "tabletop", "household")
 """The cycle of task families."""
-_LOOK = f"(?:{'|'.join(COLOURS)}) (?:{'|'.join(SHAPES)})"
-FACT = re.compile(
-    rf'(?<=area )\d|{_LOOK}(?:, "\w+"| on | in )?|nothing|empty'
-    r"|(?<=is )(?:open|closed|locked|on|off)(?: and o\w+)?"
-)
-"""What a text says that a picture shows: an area's number, a look and whose it is, a state."""
+_LOOK = f"[{''.join(SHAPES)}]_(?:{'|'.join(COLOURS)})"
+_STATE = r"(?:\(\w+(?:,\w+)?\))?"
+_AT = rf"(?:On|The) \w+, area \d{_STATE}"
+FACTS = {
+    "area": r" in area (\d)",
+    "stacked": rf'"(?: is|,) the {_LOOK}( in| on| under)',
+    "on": rf" on the ({_LOOK}), ",
+    "under": rf" under the ({_LOOK}), ",
+    "state": r"\barea \d(?:, \w+)?(\([\w,]+\)|[,.: ])",
+    "look": rf"{_AT} (?:is|are|has) (the {_LOOK}|nothing|several|empty)",
+    "empty": rf"{_AT} (is|are|has)",
+    "name": rf'{_LOOK}, ("\w+)',
+    "look of a name": rf'"(?: is|,) the ({_LOOK})',
+    "place": r" in area \d, (\w+)",
+    "number": r"\w, area (\d)",
+}
+"""What a text says that a picture shows, or the legend of one: by kind, a pattern whose group is
+the fact. All that goes before decides it."""
 OTHER = 0.15
 """Loss weight of what is no fact of a picture, beside that of one."""
-LOOKS = len(COLOURS) * len(SHAPES)
+SIZES = (SLOTS + 1, len(LIDS), len(POWERS), *(len(COLOURS) + 1, len(SHAPES) + 1) * 2)
+"""What a token of an image shows: the number of its area, lid, lamp, and the colour and the shape
+of the object there and of the one on it. Values of each; 0 is none."""
 
 
 @dataclass(frozen=True)
 class PicturedDocument(Document):
     """A training sample with a picture."""
 
+    kind: npt.NDArray[np.int8]
+    """1 + index of FACTS of each token that is a fact, else 0."""
     pixels: npt.NDArray[np.uint8]
     """[128, 128] palette indices."""
+    content: npt.NDArray[np.uint8]
+    """[TOKENS, fields] what is drawn."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,10 @@ class PicturedRows:
     """[R, ROW] row of the row's M * TOKENS image rows that takes the place of a token, or -1."""
     shown: npt.NDArray[np.int32]
     """[R, M] pictures of a row; 0 for none."""
+    kind: npt.NDArray[np.int8]
+    """[R, ROW] as that of documents."""
+    content: npt.NDArray[np.uint8]
+    """[P, TOKENS, fields]."""
     pixels: npt.NDArray[np.uint8]
     """[P, 128, 128]."""
 
@@ -109,53 +131,64 @@ def turns(ids: npt.NDArray[np.int16], pad: int) -> npt.NDArray[np.int16]:
 
 
 def content_of(drawn: DrawnScene) -> npt.NDArray[np.uint8]:
-    """What a picture shows in each slot: the area's number (0: none), its lid and lamp, and for
-    each look whether it stands there, and whether on another object.
+    """What each token of a picture shows, [TOKENS, fields]. An area is as high as a token and as
+    wide as two, of which each has a column.
     """
-    found = np.zeros((SLOTS, 3 + 2 * LOOKS), np.uint8)
+    found = np.zeros((TOKENS, len(SIZES)), np.uint8)
     for area in drawn.areas.values():
-        row = found[area.slot]
-        row[:3] = area.number, LIDS.index(area.lid), POWERS.index(area.power)
-        for stack in area.columns:
+        for column, stack in enumerate(area.columns):
+            row = found[area.slot * COLUMNS + column]
+            row[:3] = area.number, LIDS.index(area.lid), POWERS.index(area.power)
             for height, look in enumerate(stack):
-                index = COLOURS.index(look.colour) * len(SHAPES) + SHAPES.index(look.shape)
-                row[3 + index] = 1
-                row[3 + LOOKS + index] = height
+                colour, shape = COLOURS.index(look.colour), SHAPES.index(look.shape)
+                row[3 + 2 * height : 5 + 2 * height] = colour + 1, shape + 1
     return found
 
 
-def pictured_document(tokenizer: Tokenizer, family: str, seed: str) -> PicturedDocument:
-    """Draw a training document: every other one describes its picture. Of the rest 80 % think,
-    10 % do not, and of 10 % the thinking is cut short. 15 % of all have no system message.
+def described_document(tokenizer: Tokenizer, seed: str) -> PicturedDocument:
+    """A training document that describes a picture, and has little else."""
+    rng = Random(seed)
+    scene, drawn = sample_scene(rng)
+    text, answer = described(scene, drawn, rng)
+    task = Task(seed, "described", "train", (("user", text),), "", answer, scene, "", "")
+    return _document(tokenizer, PicturedTask(task, drawn), "off", rng)
+
+
+def planned_document(tokenizer: Tokenizer, task: PicturedTask, seed: str) -> PicturedDocument:
+    """A training document of a task: 80 % think, 10 % do not, and in 10 % the thinking is cut
+    short; 15 % have no system message.
     """
-    pictured, rng = sample_pictured(family, seed, "train"), Random(seed)
-    kind, drawn = rng.random(), pictured.drawn
-    if rng.random() < 0.5:
-        text, answer = described(pictured, rng)
-        messages = (pictured.task.messages[0], ("user", text))
-        task = replace(pictured.task, messages=messages, plan=answer)
-        pictured, kind = PicturedTask(task, drawn), 0.0
+    rng = Random(seed)
+    kind = rng.random()
     thinking: Thinking = "off" if kind < 0.1 else "cut" if kind < 0.2 else "on"
     if rng.random() < 0.15:
-        task = replace(pictured.task, messages=pictured.task.messages[1:])
-        pictured = PicturedTask(task, drawn)
-    prompt = prompt_ids(tokenizer, pictured, thinking != "off")
-    made = answered(tokenizer, pictured.task, prompt, thinking, rng)
-    weight = fact_weights(tokenizer, made)
-    return PicturedDocument(made.ids, weight, made.prompt, drawn.pixels)
+        task = replace(task, task=replace(task.task, messages=task.task.messages[1:]))
+    return _document(tokenizer, task, thinking, rng)
 
 
-def fact_weights(tokenizer: Tokenizer, doc: Document) -> npt.NDArray[np.float32]:
-    """The loss weights of a document, all but the facts of its picture scaled down. Else what no
-    picture decides, above all the wording, would be most of the loss.
-    """
+def _document(
+    tokenizer: Tokenizer, task: PicturedTask, thinking: Thinking, rng: Random
+) -> PicturedDocument:
+    prompt = prompt_ids(tokenizer, task, thinking != "off")
+    made = answered(tokenizer, task.task, prompt, thinking, rng)
+    kind = fact_kinds(tokenizer, made)
+    # Else what no picture decides, above all the wording, would be most of the loss.
+    weight = np.where(kind > 0, made.weight, OTHER * made.weight).astype(np.float32)
+    shown, content = task.drawn.pixels, content_of(task.drawn)
+    return PicturedDocument(made.ids, weight, made.prompt, kind, shown, content)
+
+
+def fact_kinds(tokenizer: Tokenizer, doc: Document) -> npt.NDArray[np.int8]:
+    """The kinds of facts of a document's tokens, 0 for those that are none."""
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in doc.ids[doc.prompt :]]
     ends = np.cumsum([len(piece) for piece in pieces])
-    fact = np.zeros(len(doc.ids), np.bool_)
-    for found in FACT.finditer("".join(pieces)):
-        first, last = np.searchsorted(ends, (found.start(), found.end() - 1), side="right")
-        fact[doc.prompt + first : doc.prompt + last + 1] = True
-    return np.where(fact, doc.weight, OTHER * doc.weight).astype(np.float32)
+    kinds = np.zeros(len(doc.ids), np.int8)
+    for number, pattern in enumerate(FACTS.values(), start=1):
+        for found in re.finditer(pattern, "".join(pieces)):
+            start, end = found.span(1)
+            first, last = np.searchsorted(ends, (start, end - 1), side="right")
+            kinds[doc.prompt + first : doc.prompt + last + 1] = number
+    return kinds
 
 
 def drawings(
@@ -178,10 +211,7 @@ def _draw(job: tuple[str, int, int]) -> tuple[npt.NDArray[np.uint8], npt.NDArray
     drawn: list[DrawnScene] = []
     rng = Random(f"drawings/{tag}/{start}")
     while len(drawn) < stop - start:
-        try:
-            drawn.append(draw_scene(rng.choice((tabletop, household))(rng, False), rng))
-        except Undrawable:
-            continue
+        drawn.append(sample_scene(rng)[1])
     return np.stack([d.pixels for d in drawn]), np.stack([content_of(d) for d in drawn])
 
 
@@ -189,34 +219,42 @@ def pack_pictured(docs: Sequence[Document], seed: int, pad: int) -> PicturedRows
     """Pack documents of both kinds into rows."""
     placed = bins(docs, seed)
     rows = fill(docs, placed)
-    seen = [doc for doc in docs if isinstance(doc, PicturedDocument)]
-    number = {id(doc): index for index, doc in enumerate(seen)}
-    of_row = [[docs[i] for i in members if id(docs[i]) in number] for members in placed]
+    pictures = [doc for doc in docs if isinstance(doc, PicturedDocument)]
+    number = {id(doc): index for index, doc in enumerate(pictures)}
+    of_row: list[list[int]] = []
     turn = np.repeat(rows.pos[:, :, None], 3, axis=2)
     slot = np.full(rows.ids.shape, -1, np.int16)
-    shown = np.zeros((len(placed), max(1, *map(len, of_row))), np.int32)
-    for row, (members, pictures) in enumerate(zip(placed, of_row, strict=True)):
-        at = 0
-        for index in members:
-            size = len(docs[index].ids)
-            turn[row, at : at + size] = turns(docs[index].ids, pad)
-            at += size
+    kind = np.zeros(rows.ids.shape, np.int8)
+    for row, members in enumerate(placed):
+        at, found = 0, list[int]()
+        for doc in (docs[index] for index in members):
+            part = slice(at, at + len(doc.ids))
+            turn[row, part] = turns(doc.ids, pad)
+            if isinstance(doc, PicturedDocument):
+                kind[row, part] = doc.kind
+                found.append(number[id(doc)])
+            at = part.stop
         where = np.flatnonzero(rows.ids[row] == pad)
         slot[row, where] = np.arange(len(where))
-        shown[row, : len(pictures)] = [number[id(doc)] for doc in pictures]
-    pixels = np.stack([doc.pixels for doc in seen])
-    return PicturedRows(rows, turn, slot, shown, pixels)
+        of_row.append(found)
+    shown = np.zeros((len(placed), max(1, *map(len, of_row))), np.int32)
+    for row, found in enumerate(of_row):
+        shown[row, : len(found)] = found
+    content = np.stack([doc.content for doc in pictures])
+    pixels = np.stack([doc.pixels for doc in pictures])
+    return PicturedRows(rows, turn, slot, shown, kind, content, pixels)
 
 
-def token_content(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """[P, SLOTS, C] -> [P, TOKENS, C]: a slot is as high as a token and as wide as two."""
-    rows, columns = GRID.merged
-    return content.repeat(columns // (SLOTS // rows), axis=1)
-
-
-def draw_pictured(job: tuple[Path, str, int, int]) -> list[PicturedDocument]:
-    """Draw a part of the documents, as `corpus.draw_documents`."""
+def draw_pictured(job: tuple[Path, str, int, int]) -> list[Document]:
+    """Draw a part of the documents, as `corpus.draw_documents`: every other one of a task."""
     tokenizer_file, tag, start, stop = job
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    names = [TURNS[i % len(TURNS)] for i in range(start, stop)]
-    return [pictured_document(tokenizer, name, f"{tag}{i}") for i, name in enumerate(names, start)]
+    made: list[Document] = []
+    for i in range(start, stop):
+        seed, family = f"{tag}{i}", TURNS[i // 2 % len(TURNS)]
+        if i % 2:
+            made.append(described_document(tokenizer, seed))
+        else:
+            task = sample_pictured(family, seed, "train")
+            made.append(planned_document(tokenizer, task, seed))
+    return made

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thor_dflash.calib.nano import checkpoint, corpus, evaluate, eyes
+from thor_dflash.calib.nano import checkpoint, corpus, evaluate, eyes, pictured_evaluate
 from thor_dflash.calib.nano.dims import NanoTargetDims, NanoTowerDims, tap_layers
 from thor_dflash.calib.nano.drafter import ContextRows, NanoDrafter, block_loss, draw_anchors
 from thor_dflash.calib.nano.loop import TrainingRun, compile_layers, mean_loss, optimise
@@ -66,6 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tower-seconds", type=float, default=30.0, help="training time of the stage `tower`"
     )
+    parser.add_argument(
+        "--drafter-seconds",
+        type=float,
+        default=60.0,
+        help="training time of the drafter of a target with a tower",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=float("inf"),
+        help="seconds after which the target's training ends in any case",
+    )
     parser.add_argument("--start", type=Path, help="exported target to start from")
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
     return parser
@@ -82,13 +94,14 @@ def main(argv: list[str] | None = None) -> None:
         )
     options = vars(args)
     chosen = options.pop("stage")
+    options["deadline"] += time.time()
     run = TrainingRun(**options)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     stages = {
         "tokenizer": lambda: train_tokenizer(run.target_dir, 4000),
         "tower": lambda: eyes.train_tower(run),
-        "target": lambda: eyes.train_seeing(run) if run.eyes else train_target(run),
+        "target": lambda: eyes.train_seeing(run, export) if run.eyes else train_target(run),
         "drafter": lambda: train_drafter(run),
         "export": lambda: export(run),
         "eval": lambda: evaluate_all(run),
@@ -231,14 +244,15 @@ def evaluate_all(run: TrainingRun) -> None:
     """Evaluate the exported checkpoints on held-out tasks; print the results and write them to
     ``<work>/eval.json``.
     """
-    seeing = eyes.load_seeing(run) if run.eyes else None
+    seeing = pictured_evaluate.load_seeing(run) if run.eyes else None
     target = load_target(run) if seeing is None else seeing.language_model
     drafter = NanoDrafter(run.drafter_dims).to(run.device)
     checkpoint.load_exported(drafter, "", run.models / drafter.dims.stem)
     taps = tuple(tap_layers(target.dims.layers, drafter.dims.taps))
-    result = evaluate.report(target, drafter, run.tokenizer, run.held, taps)
+    result: dict[str, dict[str, float]] = {}
     if seeing is not None:
-        result |= eyes.seeing_report(seeing, drafter, run, taps)
+        result |= pictured_evaluate.seeing_report(seeing, drafter, run, taps)
+    result |= evaluate.report(target, drafter, run.tokenizer, run.held, taps)
     run.work.mkdir(parents=True, exist_ok=True)
     evaluate.write_report(run.work / "eval.json", result)
 

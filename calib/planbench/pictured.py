@@ -34,7 +34,7 @@ from thor_dflash.calib.planbench.families import (
     plannable,
     with_goal,
 )
-from thor_dflash.calib.planbench.phrasing import draw_wording, say, think
+from thor_dflash.calib.planbench.phrasing import draw_wording, think
 from thor_dflash.calib.planbench.planner import GoalTrace, Unplannable, plan_text, plan_traces
 from thor_dflash.calib.planbench.render import goal_text, scene_text
 from thor_dflash.calib.planbench.scene import Goal, Scene
@@ -44,32 +44,30 @@ from thor_dflash.calib.planbench.worlds import household, tabletop
 
 THOUGHTS = {
     "named": (
-        "Object {o} is the {l}{b} in area {k}, {p}, and has to get to {t}.",
-        "I see {o}, the {l}{b} in area {k}, {p}, it should go to {t}.",
-        "Take {o}, the {l}{b} in area {k}, {p}, to {t}.",
+        "Object {o} is {sight}, and has to get to {t}.",
+        "I see {o}, {sight}, it should go to {t}.",
+        "Take {o}, {sight}, to {t}.",
     ),
     "placed": (
-        "On {p}, area {k}, is the {l}, {o}, and it has to get to {t}.",
-        "The area {k}, {p}, has the {l}, {o}, which should go to {t}.",
+        "On {at} is the {l}, {o}, and it has to get to {t}.",
+        "The {at} has the {l}, {o}, which should go to {t}.",
     ),
-    "blocked": (
-        "But the {l}, {o}, stands on it and must be moved away to {p}.",
-        "First the {l} on top, {o}, comes off, onto {p}.",
-    ),
-    "state": ("The {p}, area {k}, is {s}: {v}.", "I see that {p}, area {k}, is {s}, so {v}."),
-    "shut": ("The {p}, area {k}, is {s}: open it first.", "First open {p}, area {k}, it is {s}."),
-    "shown": ("Object {o} is the {l}{b} in area {k}, {p}.",),
-    "place shown": ("On {p}, area {k}, is the {l}, {o}.", "The area {k}, {p}, has the {l}, {o}."),
-    "state shown": ("The {p}, area {k}, is {s}.", "I see that {p}, area {k}, is {s}."),
-    "nothing": ("On {p}, area {k}, is nothing.", "The area {k}, {p}, is empty."),
+    "state": ("The {at}: {v}.", "I see that {at}, so {v}."),
+    "shown": ("Object {o} is {sight}.",),
+    "several": ("On {at} are several.", "The {at} has several."),
+    "place shown": ("On {at} is the {l}, {o}.", "The {at} has the {l}, {o}."),
+    "nothing": ("On {at} is nothing.", "The {at} is empty."),
 }
-"""Sentences of the thinking text that read the picture: first the look or the number, then what is
-there."""
+"""Sentences of the thinking text that read the picture. One word at a time is read, of what the
+words before name: of a look, what it stands on or what lies on it, and its area's number; of a
+number, lid and lamp, and a look."""
 Shown = Literal["its own", "another scene's", "grey", "none"]
 SHOWN: tuple[Shown, ...] = ("its own", "another scene's", "grey", "none")
 """Pictures with which a task is tried."""
 GRAY = FIRST_COLOUR + COLOURS.index("gray")
-DESCRIBE = "Describe the picture."
+DESCRIBE = ("objects", "places")
+STACKED = 0.3
+"""Chance that an object of a described scene is put on another one."""
 VERBS = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}
 
 
@@ -94,62 +92,62 @@ class _Thinker:
     def think(self, kind: str, **names: object) -> str:
         return self.rng.choice(THOUGHTS[kind]).format(**names)
 
-    def area(self, place: str) -> int:
-        return self.drawn.areas[place].number
-
     def goal(self, world: World, index: int) -> str:
         """The sentence that states a goal and what the picture shows of it."""
         goal = self.scene.goals[index]
         if goal.kind != "at":
-            done = world.holds(goal)
-            verb = "nothing to do" if done else VERBS[goal.kind]
-            state, area = self._state(world, goal.subject), self.area(goal.subject)
-            return self.think("state", p=goal.subject, k=area, s=state, v=verb)
-        objects = frozenset(self.drawn.looks)
-        target = say(goal.where, objects)
-        if goal.where not in objects:
-            target = f"{target}, area {self.area(goal.where)}"
-        kind = "placed" if index in self.placed else "named"
-        return self.think(kind, **self._sight(world, goal.subject), t=target)
+            verb = "nothing to do" if world.holds(goal) else VERBS[goal.kind]
+            return self.think("state", at=self.at(world, goal.subject), v=verb)
+        names = self._names(world, goal.subject)
+        placed = goal.where in self.drawn.areas
+        target = self.at(world, goal.where) if placed else f'"{goal.where}"'
+        return self.think("placed" if index in self.placed else "named", **names, t=target)
 
-    def description(self) -> str:
-        """What the picture shows, in sentences like those of plans, in random order."""
+    def objects(self) -> str:
+        """What the picture shows of each object."""
         world = World(self.scene)
-        found = [self.think("shown", **self._sight(world, name)) for name in self.drawn.looks]
-        bases = [world.base(name) for name in self.drawn.looks]
-        for place, area in self.drawn.areas.items():
-            if state := self._state(world, place):
-                found.append(self.think("state shown", p=place, k=area.number, s=state))
-            if place not in bases:
-                found.append(self.think("nothing", p=place, k=area.number))
-        found += [
-            self.think("place shown", **self._sight(world, name))
-            for name, base in zip(self.drawn.looks, bases, strict=True)
-            if bases.count(base) == 1
-        ]
-        self.rng.shuffle(found)
+        found = [self.think("shown", **self._names(world, name)) for name in self.drawn.looks]
         return " ".join(found)
 
-    def _sight(self, world: World, thing: str) -> dict[str, object]:
-        """The names and numbers of a sentence about an object: where it is, and how it looks."""
-        start, base = world.where[thing], world.base(thing)
-        under = self.drawn.looks.get(start)
-        below = f' on the {under}, "{start}",' if under else ""
-        look = self.drawn.looks[thing]
-        return {"o": f'"{thing}"', "l": look, "b": below, "k": self.area(base), "p": base}
+    def places(self) -> str:
+        """What the picture shows of each place."""
+        world = World(self.scene)
+        bases = {name: world.base(name) for name in self.drawn.looks}
+        found: list[str] = []
+        for place in self.drawn.areas:
+            there = [name for name, base in bases.items() if base == place]
+            if len(there) == 1:
+                found.append(self.think("place shown", **self._names(world, there[0])))
+            else:
+                kind = "several" if there else "nothing"
+                found.append(self.think(kind, at=self.at(world, place)))
+        return " ".join(found)
+
+    def at(self, world: World, place: str) -> str:
+        """A place, its number and its state."""
+        return f"{place}, area {self.drawn.areas[place].number}{self._state(world, place)}"
+
+    def _names(self, world: World, thing: str) -> dict[str, str]:
+        """The words about an object: its name, its look, where it is, and both in one."""
+        base, looks = world.base(thing), self.drawn.looks
+        on, top = world.where[thing], world.on_top(thing)
+        stacked = f' on the {looks[on]}, "{on}",' if on in looks else ""
+        if top is not None:
+            stacked = f' under the {looks[top]}, "{top}",'
+        area = f"area {self.drawn.areas[base].number}, {base}{self._state(world, base)}"
+        sight = f"the {looks[thing]}{stacked} in {area}"
+        return {"o": f'"{thing}"', "l": str(looks[thing]), "sight": sight,
+                "at": self.at(world, base)}  # fmt: skip
 
     def steps(self, world: World, trace: GoalTrace) -> list[str]:
         """The sentences about what is in the way, while the steps of a goal are run."""
         found: list[str] = []
-        before = {place: self._state(world, place) for place in self.drawn.areas}
         for index, step in enumerate(trace.steps):
             if step.skill == "open" and trace.goal.kind != "open":
-                place = step.args["target"]
-                found.append(self.think("shut", p=place, k=self.area(place), s=before[place]))
+                found.append(think(self.rng, "shut", p=step.args["target"]))
             elif step.skill == "pick" and step.args["object"] != trace.goal.subject:
-                thing, aside = step.args["object"], trace.steps[index + 1].args["on"]
-                look, name = self.drawn.looks[thing], say(thing, frozenset((thing,)))
-                found.append(self.think("blocked", l=look, o=name, p=aside))
+                aside = trace.steps[index + 1].args["on"]
+                found.append(think(self.rng, "blocked", b=step.args["object"], p=aside))
             world.apply(step)
         return found
 
@@ -165,7 +163,8 @@ class _Thinker:
         lid = "locked" if place in self.scene.locked else lid
         power = "on" if place in world.on else "off"
         shown = world.places[place]
-        return " and ".join([lid] * shown.openable + [power] * shown.device)
+        states = ",".join([lid] * shown.openable + [power] * shown.device)
+        return f"({states})" if states else ""
 
 
 def sample_pictured(family: str, seed: int | str, split: Split) -> PicturedTask:
@@ -214,11 +213,31 @@ def pictured_text(scene: Scene, drawn: DrawnScene) -> str:
     return f"{skills}\n{robot}\nPlaces: {places}\nObjects: {looks}"
 
 
-def described(pictured: PicturedTask, rng: Random) -> tuple[str, str]:
-    """A request to describe a task's picture, and the answer. It trains to read pictures."""
-    scene, drawn = pictured.task.scene, pictured.drawn
-    text = f"{pictured_text(scene, drawn)}\nRequest: {DESCRIBE}"
-    return text, _Thinker(rng, scene, drawn, {}).description()
+def sample_scene(rng: Random) -> tuple[Scene, DrawnScene]:
+    """Draw a scene to be described, with more stacks than tasks have."""
+    while True:
+        scene = rng.choice((tabletop, household))(rng, False)
+        where = dict(scene.objects)
+        for name in where:
+            under = {*where.values()}
+            free = [o for o in where if o != name and where[o] not in where and o not in under]
+            if free and name not in under and rng.random() < STACKED:
+                where[name] = rng.choice(free)
+        scene = replace(scene, objects=tuple(where.items()))
+        try:
+            return scene, draw_scene(scene, rng)
+        except Undrawable:
+            continue
+
+
+def described(scene: Scene, drawn: DrawnScene, rng: Random) -> tuple[str, str]:
+    """A request to describe a picture, and the answer. It trains to read pictures: as its order is
+    that of the legend, nothing else has to be guessed.
+    """
+    thinker, subject = _Thinker(rng, scene, drawn, {}), rng.choice(DESCRIBE)
+    answer = thinker.objects() if subject == "objects" else thinker.places()
+    legend = "\n".join(pictured_text(scene, drawn).splitlines()[2:])
+    return f"{legend}\nRequest: Describe the {subject}.", answer
 
 
 def _tabletop(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:
@@ -270,7 +289,7 @@ def _infeasible(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:
     thinker, found = _Thinker(rng, spoiled, drawn, placed), [fact]
     if spoil is _empty:
         place = placed[index]
-        found = [thinker.think("nothing", p=place, k=thinker.area(place))]
+        found = [thinker.think("nothing", at=thinker.at(World(spoiled), place))]
     elif spoil is locked:
         found = [*_until_stuck(thinker), fact]
     start, ask = think(rng, "start", n=len(spoiled.goals)), think(rng, "ask")

@@ -12,25 +12,25 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from thor_dflash.calib.nano.corpus import Document, document
+from thor_dflash.calib.nano.corpus import document
 from thor_dflash.calib.nano.pictured_corpus import (
     GRID,
     PicturedDocument,
     content_of,
+    draw_pictured,
     pack_pictured,
-    pictured_document,
     prompt_ids,
-    token_content,
     turns,
 )
 from thor_dflash.calib.nano.tokenizer import CHAT_TEMPLATE, SEEING_TEMPLATE
-from thor_dflash.calib.planbench.drawing import SIDE
+from thor_dflash.calib.planbench.drawing import FIRST_COLOUR, SIDE
 from thor_dflash.calib.planbench.pictured import heldout_pictured, sample_pictured
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.runtime.vision.prompt_images import ImageNumbers, place_images
 
 NANO = Path(__file__).parents[3] / "models" / "planner-nano"
-TOKENIZER = Tokenizer.from_file(str(NANO / "target" / "tokenizer.json"))
+TOKENIZER_FILE = NANO / "target" / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(TOKENIZER_FILE))
 PAD = TOKENIZER.token_to_id("<|image_pad|>")
 
 
@@ -71,8 +71,8 @@ def test_positions_are_those_of_the_runtime() -> None:
 
 
 def test_a_token_of_an_image_takes_its_own_picture() -> None:
-    seen = [pictured_document(TOKENIZER, "tabletop", str(i)) for i in range(6)]
-    docs: list[Document] = [*seen, *(document(TOKENIZER, "pair", str(i)) for i in range(4))]
+    seen = draw_pictured((TOKENIZER_FILE, "", 0, 6))
+    docs = [*seen, *(document(TOKENIZER, "pair", str(i)) for i in range(4))]
     packed = pack_pictured(docs, 0, PAD)
     found: set[int] = set()
     for row, ids in enumerate(packed.rows.ids):
@@ -91,14 +91,15 @@ def test_a_token_of_an_image_takes_its_own_picture() -> None:
             found.add(int(picture))
             size = len(doc.ids)
             assert np.array_equal(packed.turn[row, start : start + size], turns(doc.ids, PAD))
-    assert len(found) == len(seen)
+    assert len(found) == len(packed.pixels) == len(seen)
 
 
 def test_the_content_of_a_token_is_that_of_its_pixels() -> None:
     drawn = sample_pictured("household", 5, "train").drawn
-    content = token_content(content_of(drawn)[None])[0]
     side = SIDE // GRID.merged[0]
-    for token, shows in enumerate(content):
+    for token, shows in enumerate(content_of(drawn)):
         y, x = divmod(token, GRID.merged[1])
         pixels = drawn.pixels[y * side : (y + 1) * side, x * side : (x + 1) * side]
         assert (len(np.unique(pixels)) > 1) == (shows[0] > 0)
+        colours = {c + 1 - FIRST_COLOUR for c in np.unique(pixels) if c >= FIRST_COLOUR}
+        assert colours == {int(c) for c in shows[3::2] if c}

@@ -37,6 +37,7 @@ from thor_dflash.calib.planbench.pictured import (
     heldout_pictured,
     pictured_text,
     sample_pictured,
+    sample_scene,
     shown_picture,
 )
 from thor_dflash.calib.planbench.scene import Place, Robot, Scene
@@ -69,7 +70,7 @@ class Reader:
     def __init__(self, pixels: NDArray[np.uint8], text: str) -> None:
         numbered = re.findall(r"(\d) (\w+)", re.findall("^Places: (.*)$", text, re.M)[0])
         self.places = {int(number): name for number, name in numbered}
-        legend = re.findall(r'"(\w+)" (\w+ \w+)', re.findall("^Objects: (.*)$", text, re.M)[0])
+        legend = re.findall(r'"(\w+)" (\w+)', re.findall("^Objects: (.*)$", text, re.M)[0])
         self.names = {look: name for name, look in legend}
         self.objects: Objects = {}
         self.lids: dict[str, str] = {}
@@ -87,7 +88,7 @@ class Reader:
             mask = inside[:, 10:] == c
             for shape in SHAPES if mask.any() else ():
                 for y, x in matches(mask, glyph(shape)):
-                    seen.setdefault(x, []).append((y, self.names[f"{colour} {shape}"]))
+                    seen.setdefault(x, []).append((y, self.names[f"{shape}_{colour}"]))
         for stack in seen.values():
             under = place
             for _, name in sorted(stack, reverse=True):
@@ -145,7 +146,7 @@ def test_tasks_are_the_same_on_every_machine() -> None:
         assert one.task == two.task
         assert np.array_equal(one.drawn.pixels, two.drawn.pixels)
         digest.update(one.task.messages[1][1].encode() + one.drawn.pixels.tobytes())
-    assert digest.hexdigest()[:16] == "e1e0f98894f2a2f1"
+    assert digest.hexdigest()[:16] == "6c6596c88ce59e59"
 
 
 def test_canonical_plans_are_valid_and_held_out_nouns_are() -> None:
@@ -169,16 +170,35 @@ def test_a_tabletop_task_needs_its_picture() -> None:
         assert "what is on" in request or set(steps) - moved
 
 
-def test_a_description_says_what_is_there() -> None:
-    pictured = TASKS[1]
-    text, answer = described(pictured, Random(0))
-    assert text.endswith("Request: Describe the picture.")
-    found = read(pictured)
-    numbers = {name: number for number, name in found.places.items()}
-    for look, name in found.names.items():
-        where = found.objects[name]
-        if where in numbers:
-            assert f'"{name}" is the {look} in area {numbers[where]}, {where}.' in answer
+def test_descriptions_say_what_is_there() -> None:
+    rng = Random(0)
+    scenes = [sample_scene(rng) for _ in range(6)]
+    assert sum(where in dict(s.objects) for s, _ in scenes for _, where in s.objects) > 3
+    for scene, drawn in (*scenes, *((t.task.scene, t.drawn) for t in TASKS[:4])):
+        found, seen = Reader(drawn.pixels, pictured_text(scene, drawn)), set[str]()
+        numbers = {name: number for number, name in found.places.items()}
+        above = {under: name for name, under in found.objects.items()}
+        looks = {name: look for look, name in found.names.items()}
+        for seed in range(4):
+            text, answer = described(scene, drawn, Random(seed))
+            seen.add(text.rpartition(" ")[2])
+            if text.endswith("places."):
+                for place in found.places.values():
+                    lid, power = found.lids.get(place), found.powers.get(place)
+                    states = ",".join(filter(None, (lid, power)))
+                    state = f"({states})" if states else ""
+                    assert f"{place}, area {numbers[place]}{state} " in answer
+                continue
+            for name, look in looks.items():
+                where, top, stacked = found.objects[name], above.get(name), ""
+                base = found.objects.get(where, where)
+                if where in looks:
+                    stacked = f' on the {looks[where]}, "{where}",'
+                elif top is not None:
+                    stacked = f' under the {looks[top]}, "{top}",'
+                sentence = f'Object "{name}" is the {look}{stacked} in area {numbers[base]}, {base}'
+                assert sentence in answer
+        assert seen == {"places.", "objects."}
 
 
 def test_a_scene_that_cannot_be_drawn_is_refused() -> None:
