@@ -31,9 +31,9 @@ class Snapshot:
     accepted: int
     arrays: Mapping[str, Array]
     first: int = 0
-    """As in State: the drafter has not seen positions before it."""
+    """As in SequenceState: the drafter has not seen positions before it."""
     behind: tuple[Array, ...] = ()
-    """As in State: taps the drafter has yet to take in."""
+    """As in SequenceState: taps the drafter has yet to take in."""
 
 
 class SequenceState:

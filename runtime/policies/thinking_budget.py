@@ -11,7 +11,7 @@ id; not its hand-over to plain decoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy, Reason
@@ -40,7 +40,7 @@ class ThinkingBudget(Policy):
     """Ids of the closing message."""
     soft: SoftClose | None = None
     _stage: BudgetStage = "think"
-    _closed: int = field(default=0)
+    _closed: int = 0
     """Ids of `close` committed."""
 
     def shape(self, progress: DecodeProgress, block: Block) -> Block:

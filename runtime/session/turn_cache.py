@@ -432,7 +432,7 @@ class TurnStart:
     cache: TurnCache
     prompt: tuple[int, ...]
     rows: int
-    """TensorRows of the caches that the request may write."""
+    """Rows of the caches that the request may write."""
     conversation: Conversation
     prefix: Snapshot | None
     lease: Lease | None = None

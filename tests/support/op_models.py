@@ -18,7 +18,9 @@ from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 
 def model(op: Op, case: OpCase, want: Mapping[str, Array]) -> onnx.ModelProto:
-    """A model whose graph is one call of the operator, with outputs like those of `want`."""
+    """A model whose graph is one call of the operator, with outputs like those of `want`. Sizes are
+    symbols, so that cases of different sizes share a model.
+    """
     a = op.complete(case.attributes)
     dtypes = {name: DType.of(value) for name, value in case.inputs.items()}
     outputs = {p.name: p.name for p in op.outputs_of(a)}
@@ -26,14 +28,8 @@ def model(op: Op, case: OpCase, want: Mapping[str, Array]) -> onnx.ModelProto:
     graph = helper.make_graph(
         [node],
         op.name,
-        [
-            helper.make_tensor_value_info(n, ONNX_TYPE[dtypes[n]], v.shape)
-            for n, v in case.inputs.items()
-        ],
-        [
-            helper.make_tensor_value_info(n, ONNX_TYPE[DType.of(v)], v.shape)
-            for n, v in want.items()
-        ],
+        [_value(name, value) for name, value in case.inputs.items()],
+        [_value(name, value) for name, value in want.items()],
     )
     proto = helper.make_model(
         graph,
@@ -43,6 +39,11 @@ def model(op: Op, case: OpCase, want: Mapping[str, Array]) -> onnx.ModelProto:
     )
     onnx.checker.check_model(proto)
     return proto
+
+
+def _value(name: str, like: Array) -> onnx.ValueInfoProto:
+    sizes = [f"{name}.{axis}" for axis in range(like.ndim)]
+    return helper.make_tensor_value_info(name, ONNX_TYPE[DType.of(like)], sizes)
 
 
 def run(

@@ -164,8 +164,7 @@ def bind(call: Call, program: Program, device: Device) -> BoundProgram:
 
     Raises:
         EngineError: an operator's kernels do not take these sizes, or need more shared memory than
-        the
-            device has; names the step.
+            the device has; names the step.
     """
     shapes = _shapes(call, program)
     sites = [_site(step, shapes) for step in program.steps]

@@ -172,8 +172,8 @@ def _subject(
 
 
 def _settings(session: Session, request: Request, config: Config) -> dict[str, str]:
-    """The settings that affect times: all but directories. What is left to
-    the package is given as the package has it, as it would be if it were set.
+    """The settings that affect times: all but directories. What is left to the package is given as
+    the package has it, as it would be if it were set.
     """
     model, grammar = session.model, request.grammar
     engine = replace(config.engine, capacity=model.capacity, block=model.block, chunk=model.chunk)
