@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thor_dflash.core.errors import RequestError
-from thor_dflash.core.message_text import show
+from thor_dflash.core.message_text import cut, nearest, show
 from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
@@ -77,6 +77,9 @@ def _documents(
         except (ValueError, RecursionError) as e:
             raise RequestError(f"{where} must be JSON (got: {e})") from e
         fields = as_table(value) or {}
+        if other := next((key for key in fields if key not in (*KINDS, CLASS)), None):
+            near = nearest(other, (*KINDS, CLASS))
+            raise RequestError(f"{where}: unknown key {cut(other)} ({near})")
         kinds = [key for key in fields if key != CLASS]
         if len(kinds) != 1 or kinds[0] not in KINDS:
             rule = f"an object with one of {', '.join(KINDS)} and perhaps {CLASS}"

@@ -117,7 +117,7 @@ def compare(
     header = reference.header
     same_model(header, candidate, tokenizer_sha256(candidate))
     tasks = replace(config, tasks=len(header.outcomes))
-    outcomes = [a.outcome for a in _answers(candidate, tasks, "candidate", progress)]
+    outcomes = [a.outcome for a in _answers(candidate, tasks, "package", progress)]
     plans = plan_comparison(header.outcomes, outcomes) if outcomes else None
     found = measure.compare(reference, candidate, progress)
     package = package_of(candidate.manifest, candidate.model.engine.device, path)

@@ -72,7 +72,7 @@ def gates(
     )
     values = 2 * sum(layer.values for layer in cache)
     share = sum(layer.k + layer.v for layer in cache) / values if values else None
-    yield _gate(config, "saturated", share, "the candidate's cache is not FP8")
+    yield _gate(config, "saturated", share, "the package's cache is not FP8")
 
 
 def _gate(
@@ -101,7 +101,7 @@ def _plans(config: GateConfig, plans: PlanComparison | None) -> GateResult:
     made = _gate(config, "plans", drop)
     note = (
         f"{plans.valid_reference} and {plans.valid} of {plans.tasks}; only the reference "
-        f"{plans.only_reference}, only the candidate {plans.only_candidate}; p = {plans.p:.2g}"
+        f"{plans.only_reference}, only the package {plans.only_candidate}; p = {plans.p:.2g}"
     )
     by_chance: Verdict = "pass" if plans.p > CHANCE else made.verdict
     return GateResult(

@@ -122,8 +122,10 @@ def _numbers(plan: QuantizePlan, name: str) -> int:
     return rows * columns * (2 if linear.block_scale else 1)
 
 
-def table(plan: QuantizePlan) -> str:
-    """The plan as text: what is stored how, what it needs, what a step then takes."""
+def table(plan: QuantizePlan, *, random: bool = False) -> str:
+    """The plan as text: what is stored how, what it needs, what a step then takes. `random`: the
+    values are made, not read.
+    """
     rows = [("tensors", "stored as", "count", "size")]
     for row in class_bytes(plan):
         rows.append((row.label, row.kind, str(row.count), amount(row.nbytes, "bytes")))
@@ -134,14 +136,18 @@ def table(plan: QuantizePlan) -> str:
     moved = step_bytes(plan)
     step = "a draft" if not isinstance(plan.source, TargetCheckpoint) else "a verify step"
     context = f" with {CONTEXT:,} tokens of context" if "verify" in step else ""
+    read = sum(unit.reads for unit in plan.units)
+    reads = "" if random else f"reads {amount(read, 'bytes')}, "
+    encodes = WeightFormat.NVFP4 in plan.kinds.values()
+    spent = f"{seconds(plan):,.0f} s on this machine (measured on a sample)" if encodes else ""
+    work = [f"arithmetic: about {spent}"] * encodes
     return "\n".join([
         f"preset {plan.config.preset}, method {plan.config.method}, dialect {plan.config.dialect}, "
         f"cache {plan.config.kv}",
         *lines,
-        f"reads {amount(sum(unit.reads for unit in plan.units), 'bytes')}, writes "
-        f"{amount(plan.nbytes, 'bytes')} in {len(plan.files)} files, needs "
-        f"{amount(plan.nbytes + RESERVE, 'bytes')} of disk",
-        f"arithmetic: about {seconds(plan):,.0f} s on this machine (measured on a sample)",
+        f"{reads}writes {amount(plan.nbytes, 'bytes')} in {amount(len(plan.files), 'files')}, "
+        f"needs {amount(plan.nbytes + RESERVE, 'bytes')} of disk",
+        *work,
         f"{step}{context} moves {amount(moved, 'bytes')}: {moved / THOR * 1e3:.1f} ms on a Jetson "
         "AGX Thor (predicted from its bandwidth alone)",
     ])  # fmt: skip

@@ -120,7 +120,9 @@ def quantize(
     left = [unit for unit in plan.units if unit.label not in done]
     total = sum(unit.reads for unit in plan.units)
     count, reads = processes(plan.config), sum(unit.reads for unit in left)
-    with progress.task("quantising", total, "bytes") as task:
+    kept = all(kind in (None, WeightFormat.BF16) for kind in plan.kinds.values())
+    label = "writing" if kept else "quantising"
+    with progress.task(label, total, "bytes") as task:
         task.advance(total - reads)
         if gpu or count == 1 or reads < SMALL:
             rows = _in_threads(left, min(count, MOST_THREADS), plan, reader, stage, task, gpu)

@@ -176,7 +176,7 @@ def test_plain_output_is_the_text(session: Session, capsys: pytest.CaptureFixtur
 def test_json_is_one_object(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate("--prompt", "hi", "--json", "--drafter", "none", "--ignore-eos") == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert err == "answering\n"
     assert out.count("\n") == 1
     got = json.loads(out)
     keys = ["tokens", "text", "plan", "thinking", "finish_reason", "seed", "acceptance", "usage"]

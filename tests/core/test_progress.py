@@ -38,6 +38,19 @@ def test_lines_come_at_most_every_two_seconds() -> None:
     ]
 
 
+def test_the_lines_of_a_long_task_become_rare() -> None:
+    clock, out = Clock(), io.StringIO()
+    counts = list[int]()
+    with Lines(out, clock).task("layers") as task:
+        for _ in range(3600):
+            clock.now += 1
+            task.advance(1)
+            counts.append(out.getvalue().count("\n"))
+    assert counts[19] == 11
+    assert 60 < counts[-1] < 200
+    assert counts[-1] > counts[-32], "one in half a minute"
+
+
 def test_a_short_task_is_one_line_and_a_task_without_units_has_no_number() -> None:
     clock, out = Clock(), io.StringIO()
     lines = Lines(out, clock)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Protocol, Self, TextIO
 
-INTERVAL = 2.0
-"""Minimum time between two plain lines of one task, s."""
+INTERVAL, LONGEST = 2.0, 30.0
+"""Least time between two plain lines of one task, s, and what it grows to in a long one: a tenth of
+the time so far, so that an hour's work does not fill a log."""
 
 State = Literal["running", "done", "failed"]
 
@@ -73,6 +74,11 @@ def _left(spent: float, done: int, total: int | None) -> str:
     return f", about {spent * (total - done) / done:.0f} s left"
 
 
+def _pause(spent: float) -> float:
+    """The time from one plain line of a task to the next, s, after it has taken `spent`."""
+    return min(max(INTERVAL, 0.1 * spent), LONGEST)
+
+
 class LineStream(Protocol):
     """A stream that lines are printed to."""
 
@@ -107,7 +113,7 @@ class Silent:
 
 
 class Lines:
-    """Plain lines: one at the start of a task, one every INTERVAL, one at the end of a long one."""
+    """Plain lines: one at the start of a task, some while it runs, one at the end of a long one."""
 
     def __init__(self, stream: LineStream, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -125,7 +131,7 @@ class Lines:
             if state == "done" and now - start >= INTERVAL:
                 what = f": {amount(done, unit)}" if done else ""
                 print_line(self._stream, f"{label} done{what} in {now - start:.1f} s")
-            elif state == "running" and now - last >= INTERVAL:
+            elif state == "running" and now - last >= _pause(now - start):
                 last = now
                 left = _left(now - start, done, total)
                 print_line(self._stream, f"{label} {_part(done, total, unit)}{left}")

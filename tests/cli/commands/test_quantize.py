@@ -22,7 +22,7 @@ def test_a_plan_writes_nothing_and_a_run_prints_what_it_wrote(
     assert "may cost quality" in planned
     assert main.main(args) == 0
     made = capsys.readouterr().out
-    assert f"{out}: 1 files" in made
+    assert f"{out}: 1 file" in made
     # All but the measured time is the same.
     assert set(planned.splitlines()) - set(made.splitlines()) <= {
         line for line in planned.splitlines() if line.startswith("arithmetic")

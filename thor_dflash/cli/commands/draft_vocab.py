@@ -12,12 +12,14 @@ from thor_dflash.cli import exit_status, output_files
 from thor_dflash.cli.input_files import read_schema
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError, RequestError
-from thor_dflash.core.progress import Progress
+from thor_dflash.core.progress import Progress, amount
 
 if TYPE_CHECKING:
     from thor_dflash.calib.draft_vocab.selection import AnswerTokens, Candidates
     from thor_dflash.calib.draft_vocab.trade import CycleCost, TradeOff
 
+FEW = 30
+"""Answers that are not counted; fewer get a note. Of the default's tasks it is a third."""
 ROLLOUTS = 120
 """Default number of tasks that the package answers."""
 
@@ -134,6 +136,9 @@ def _text(
         )
     yield from columns(table)
     tokens = rows[0].coverage["all"].tokens
-    yield f"coverage: of {tokens:,} tokens in {len(found.held)} answers that were not counted"
+    held = amount(len(found.held), "answers")
+    yield f"coverage: of {tokens:,} tokens in {held} that were not counted"
     yield "head and cycle: predicted for a Jetson AGX Thor from bytes alone"
     yield "accept length: an estimate from the drafts of these answers; measure it with `quality`"
+    if len(found.held) < FEW:
+        yield f"note: {FEW} answers that were not counted, or more, are better: a few may be alike"

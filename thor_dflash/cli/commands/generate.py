@@ -17,7 +17,7 @@ from rich.console import Console
 from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
 from thor_dflash.config.tree import Config
 from thor_dflash.core.message_text import visible
-from thor_dflash.core.progress import Progress, amount, print_line
+from thor_dflash.core.progress import Progress, Silent, amount, print_line
 from thor_dflash.serving.planner.partial_json import read_object
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
             print_line(sys.stderr, f"note: {text}")
         answer = Answer(session.tokenizer, request.prompt) if session.tokenizer else None
         chunks = _read(session.generate(request), len(request.prompt), progress)
-        output = _stream(chunks, answer, quiet=args.json)
+        output = _stream(chunks, answer, progress if args.json else None)
         report = session.report()
     for text in unused_schema_notes(request, answer.text() if answer else ""):
         print_line(sys.stderr, f"note: {text}")
@@ -110,17 +110,22 @@ def _read(chunks: Iterator[TokenChunk], length: int, progress: Progress) -> Iter
     yield from chunks
 
 
-def _stream(chunks: Iterator[TokenChunk], answer: Answer | None, *, quiet: bool) -> Completion:
+def _stream(
+    chunks: Iterator[TokenChunk], answer: Answer | None, progress: Progress | None
+) -> Completion:
+    """Print the answer as it comes, or with `progress` only how many tokens it has."""
     output, printer = Completion([]), Printer(sys.stdout)
     start = time.perf_counter()
     try:
-        for chunk in chunks:
-            output.tokens += chunk.tokens
-            output.finish = chunk.finish
-            pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)
-            if not quiet:
-                printer.show(pieces)
-        if answer and not quiet:
+        with (progress or Silent()).task("answering", None, "tokens") as task:
+            for chunk in chunks:
+                output.tokens += chunk.tokens
+                output.finish = chunk.finish
+                task.advance(len(chunk.tokens))
+                pieces = answer.feed(chunk.tokens) if answer else _ids(chunk.tokens)
+                if not progress:
+                    printer.show(pieces)
+        if answer and not progress:
             printer.show(answer.end())
     finally:
         printer.close()

@@ -49,7 +49,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
     report = None if args.plan or out is None else checkpoint.write(plan, out, progress)
     progress.close()
     if report is not None:
-        print(f"{out}: {len(plan.files)} files, {amount(plan.nbytes, 'bytes')}")
+        print(f"{out}: {amount(len(plan.files), 'files')}, {amount(plan.nbytes, 'bytes')}")
     print(text)
     _print_plan_notes(plan)
     if report is not None:

@@ -45,7 +45,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         source = random_tensors.random_target(dims, mtp=args.mtp)
         made = shapes.target_config(dims)
     plan = make_plan(source, settings, from_quantised=False)
-    text = plan_report.table(plan)
+    text = plan_report.table(plan, random=True)
     if out is not None:
         check_out(out)
     if out is not None and not args.plan:
@@ -54,5 +54,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         checkpoint.write_tensors(plan, reader, made, key, out, progress)
     progress.close()
     if out is not None and not args.plan:
-        print(f"{out}: {len(plan.files)} files, {amount(plan.nbytes, 'bytes')}, random values")
+        files, size = amount(len(plan.files), "files"), amount(plan.nbytes, "bytes")
+        print(f"{out}: {files}, {size}, random values")
     print(text)
