@@ -149,11 +149,14 @@ def cancel(package: str, count: int) -> Rows:
     """Time cancels at random moments of prefill and decode against the bound that hello gives."""
     rng, late = random.Random(3), list[float]()
     chat = [{"role": "user", "content": "Bring the cup to the table. " * 60}]
-    with server("--package", package) as (endpoint, _), RemotePlanner(endpoint) as planner:
+    with (
+        server("--package", package) as (endpoint, _),
+        RemotePlanner(endpoint) as planner,
+        Robot(zmq.Context(), endpoint, "r") as robot,
+    ):
         limits = planner.hello()["limits"]
         whole = planner.plan(PlanRequest(prompt=chat[0]["content"], thinking="off", max_tokens=64))
         assert whole.timings
-        robot = Robot(zmq.Context(), endpoint, "r")
         for number in range(count):
             plan = {"v": 1, "op": "plan", "id": f"p{number}", "messages": chat, "thinking": "off",
                     "max_tokens": 64}  # fmt: skip

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import zmq
+from support import flood_peers
 from support.flood_peers import BODIES, FRAMES
 from support.server_process import resident, server
 from support.soak_clients import Robot
@@ -85,11 +86,11 @@ def measure(kind: str, clients: int, seconds: float, size: int = 1_000_000) -> F
     with (
         server("--mock", "--mock-cycle-ms", str(CYCLE_MS)) as (endpoint, pid),
         RemotePlanner(endpoint, Options(timeout_s=60)) as planner,
+        Robot(zmq.Context(), endpoint, "good") as robot,
     ):
-        robot = Robot(zmq.Context(), endpoint, "good")
         planner.ping()
         before = resident(pid)
-        command = [sys.executable, "-m", "support.flood_peers", endpoint, kind, str(clients)]
+        command = [sys.executable, flood_peers.__file__, endpoint, kind, str(clients)]
         flood = subprocess.Popen(
             [*command, str(seconds), str(size)], stdout=subprocess.PIPE, text=True
         )
@@ -113,7 +114,6 @@ def measure(kind: str, clients: int, seconds: float, size: int = 1_000_000) -> F
         found.after = [timed(planner, "ping") for _ in range(50)]
         assert planner.health()["error"] is None
         found.memory_after = resident(pid) - before
-        robot.socket.close(0)
         return found
 
 

@@ -1,6 +1,6 @@
 """Clients that send as much as the connection takes, without waiting for answers.
 
-    python -m support.flood_peers ENDPOINT KIND CLIENTS SECONDS SIZE
+    python tests/support/flood_peers.py ENDPOINT KIND CLIENTS SECONDS SIZE
 
 A process of its own: it must not share the interpreter lock with what is measured.
 """

@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -31,6 +31,12 @@ class Robot:
 
     def __post_init__(self) -> None:
         self.connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(0)
 
     def connect(self) -> None:
         self.socket = self.context.socket(zmq.DEALER)
