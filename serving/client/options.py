@@ -30,8 +30,8 @@ class Options:
     """Directory with client.secret, client.public and server.public; "" for no encryption."""
     codec: Codec = MSGPACK
     max_message: int = 1 << 20
-    """Longest request, bytes: the server's `limits.max_message`. A longer one would close the
-    connection, and thereby cancel every other plan on it."""
+    """Longest request, bytes beside its images: the server's `limits.max_message`. A longer one
+    would close the connection, and thereby cancel every other plan on it."""
 
     def __post_init__(self) -> None:
         """Check every value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -12,6 +13,7 @@ import msgspec
 import zmq
 from msgspec import Struct, structs
 
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import Code, PlanError
 from thor_dflash.core.message_text import cut, show
 from thor_dflash.serving.client.connection import unreachable
@@ -119,11 +121,20 @@ def encode(request: messages.Request, options: Options) -> EncodedRequest:
         for known in structs.fields(filled):
             _check_value(known.encode_name, getattr(filled, known.name))
         raise
-    if len(body) > options.max_message:
-        rule = f"be <= {options.max_message} bytes as it is sent, Options.max_message"
-        hint = "the server's serve.max_message bounds that"
-        raise PlanError("too_large", f"a request must {rule} (got {len(body)}); {hint}")
+    _check_size(len(body), table.get("images", ()), options)
     return EncodedRequest(id, body)
+
+
+def _check_size(body: int, images: Sequence[Mapping[str, Any]], options: Options) -> None:
+    """Refuse a body that would close the connection."""
+    sizes = [len(image["data"]) for image in images if "data" in image]
+    sent = sum(sizes if options.codec == MSGPACK else (-(-size // 3) * 4 for size in sizes))
+    for size, most, what in (
+        (body - sent, options.max_message, "a request without its images, Options.max_message,"),
+        (sent, IMAGES_BYTES, "the images of a request"),
+    ):
+        if size > most:
+            raise PlanError("too_large", f"{what} must be <= {most} bytes as sent (got {size})")
 
 
 def _check_value(name: str, value: object) -> None:

@@ -56,7 +56,7 @@ struct Options {
   std::string token;                  // the secret of a server with serve.token_file
   // CURVE keys, 40 characters each, as `thor-dflash keygen` writes them; all three or none.
   std::string server_key, public_key, secret_key;
-  std::size_t max_message = 1 << 20;  // the server's limits.max_message: it closes on longer ones
+  std::size_t max_message = 1 << 20;  // without images, as the server's limits.max_message: it closes on longer ones
 };
 
 // Whether a result is a plan to act on: complete, and valid under the request's schema.
@@ -304,10 +304,18 @@ class Plan {
     std::string body;
     if (message.contains("images")) json::to_msgpack(message, body);
     else body = message.dump();
-    if (body.size() > options_.max_message)
-      throw Error("too_large", "a request must be <= " + std::to_string(options_.max_message) +
-                                   " bytes (got " + std::to_string(body.size()) + ")");
+    std::size_t images = 0;
+    if (message.contains("images"))
+      for (const json& one : message["images"])
+        if (one.contains("data") && one["data"].is_binary()) images += one["data"].get_binary().size();
+    check_size("a request without its images", body.size() - images, options_.max_message);
+    check_size("the images of a request", images, std::size_t{16} << 20);
     return body;
+  }
+
+  static void check_size(const std::string& what, std::size_t size, std::size_t most) {
+    if (size > most)
+      throw Error("too_large", what + " must be <= " + std::to_string(most) + " bytes (got " + std::to_string(size) + ")");
   }
 
   void send(const json& message) {

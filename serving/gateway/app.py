@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from thor_dflash.config.serving import GatewayConfig
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import cut, visible
 from thor_dflash.serving.client.retry import with_time_left
@@ -27,6 +28,11 @@ from thor_dflash.serving.gateway.server_pool import PoolEvent, ServerPool
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
 
+LARGE = 16
+"""Most bodies longer than max_body that are held at a time, as those with images are; more are
+`busy`."""
+MOST_IMAGES = 64
+"""Most images that are looked for in a body."""
 SMALL_BYTES = 1 << 16
 """Size of a body up to which it is decoded at once, in less than 10 ms."""
 BODY_S = 10.0
@@ -78,6 +84,8 @@ class Gateway:
         self._config = config
         self._pool: ServerPool | None = None
         self._reading = asyncio.Lock()
+        self._large = set[RequestBody]()
+        """Bodies longer than max_body that are held."""
         self._salt = secrets.token_bytes(16)
 
     @asynccontextmanager
@@ -97,12 +105,13 @@ class Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        chat, body = None, RequestBody(self._config.max_body)
+        chat, body = None, RequestBody(self._config.max_body, self._large)
         try:
-            text, arrived = await body.read(request), time.monotonic()
-            _check_kind(request)
-            chat = await self._read(text)
-            plan = openai_api.plan_request(chat, self._caller(request))
+            with closing(body):
+                text, arrived = await body.read(request), time.monotonic()
+                _check_kind(request)
+                chat = await self._read(text)
+                plan = openai_api.plan_request(chat, self._caller(request))
             if chat.model and not await self.pool.knows(chat.model):
                 return replies.no_model(chat.model, self.pool.known())
             # Other bodies, or a server that has not yet named its model, may have been waited for.
@@ -270,26 +279,28 @@ def _check_kind(request: Request) -> None:
         raise bad_request(text)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestBody:
     """The body of a request while it is read."""
 
     most: int
-    """Bytes."""
+    """Bytes, beside its images."""
+    large: set[RequestBody]
+    """Those with more bytes that are held, of all requests."""
     ended: bool = False
 
     async def read(self, request: Request) -> bytes:
         """Return it when it has come.
 
         Raises:
-            PlanError: it is too large, or does not come in time.
+            PlanError: it is too large, or does not come in time, or there are too many like it.
         """
-        found, size = bytearray(), 0
+        found, size, longest = bytearray(), 0, self.most + IMAGES_BYTES
         try:
             async with asyncio.timeout(BODY_S):
                 async for piece in request.stream():
                     size += len(piece)
-                    if size <= self.most:
+                    if size <= self.most or (size <= longest and self._held()):
                         found += piece
                     elif size > DISCARDED:
                         break
@@ -298,10 +309,35 @@ class RequestBody:
         except TimeoutError as e:
             text = f"the body must come within {BODY_S:g} s (got {size} bytes of it)"
             raise bad_request(text) from e
-        if size > self.most:
-            rule = f"<= {self.most} bytes, gateway.max_body"
+        if len(found) < size <= longest:
+            text = f"bodies with images that are read at a time must be <= {LARGE} (got another)"
+            raise PlanError("busy", text, retry_after_ms=1e3)
+        if size > longest or (size > self.most and size - _image_bytes(found) > self.most):
+            rule = f"<= {self.most} bytes without its images, gateway.max_body"
             raise PlanError("too_large", f"the body must be {rule} (got more)")
         return bytes(found)
+
+    def close(self) -> None:
+        """Hold it no longer."""
+        self.large.discard(self)
+
+    def _held(self) -> bool:
+        """Whether a body of this size may be held."""
+        if self not in self.large and len(self.large) < LARGE:
+            self.large.add(self)
+        return self in self.large
+
+
+def _image_bytes(body: bytearray) -> int:
+    """Bytes of the data: URLs in a body. No quote is in one."""
+    found, at = 0, 0
+    for _ in range(MOST_IMAGES):
+        at = body.find(b'"data:image', at)
+        end = body.find(b'"', at + 1)
+        if min(at, end) < 0:
+            break
+        found, at = found + end - at, end
+    return found
 
 
 def _sse(value: dict[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 import msgspec
 from msgspec import Raw, Struct, structs
 
+from thor_dflash.core.bounds import LARGEST
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import nearest, show, visible
 from thor_dflash.core.strict_records import WORDS, as_list, as_table
@@ -34,6 +35,8 @@ HEAD_BYTES = 1024
 """Most bytes of a field of the head, as encoded. A longer one is none that could be valid."""
 FREE_FORM_BYTES = 1 << 17
 """Most bytes of a free-form field of a request, as encoded, and of its unknown fields together."""
+MOST_IMAGES = 1024
+"""Most images of a request that are decoded."""
 SHOWN_BYTES = 1 << 16
 """Most bytes of a top-level field that are decoded to show a faulty value in it."""
 
@@ -192,11 +195,11 @@ def id_of(head: Head) -> str | None:
     return head.id if isinstance(head.id, str) and 1 <= len(head.id) <= 64 else None
 
 
-def read(codec: Codec, body: bytes, head: Head) -> messages.Request:
-    """Decode the request in a body.
+def read(codec: Codec, body: bytes, head: Head, most: int = LARGEST) -> messages.Request:
+    """Decode the request in a body, which may have `most` bytes beside its images.
 
     Raises:
-        PlanError: bad_request or unsupported_version.
+        PlanError: bad_request, too_large or unsupported_version.
     """
     check_version(head.v)
     kind = OPERATIONS.get(head.op) if isinstance(head.op, str) else None
@@ -204,7 +207,7 @@ def read(codec: Codec, body: bytes, head: Head) -> messages.Request:
         known = nearest(head.op[:40] if isinstance(head.op, str) else "", OPERATIONS)
         text = f"op must be an operation (got {shown(head.op)}; {known})"
         raise bad_request(text, "op")
-    return typed(codec, body, kind)
+    return typed(codec, body, kind, most)
 
 
 def check_version(v: object) -> None:
@@ -218,14 +221,14 @@ def check_version(v: object) -> None:
         raise PlanError("unsupported_version", text, field="v")
 
 
-def typed(codec: Codec, body: bytes, kind: type[T]) -> T:
+def typed(codec: Codec, body: bytes, kind: type[T], most: int = LARGEST) -> T:
     """Decode a request without the sender's custom `x_` fields, whose values are not decoded.
 
     Raises:
         PlanError: bad_request or too_large, naming the field.
     """
     if len(body) > FREE_FORM_BYTES:
-        _check_sizes(codec, body)
+        _check_sizes(codec, body, most)
     try:
         return codec.decode(body, kind)
     except PlanError as e:
@@ -247,6 +250,10 @@ class _RawCalls(Struct, frozen=True, gc=False):
     tool_calls: Raw = Raw()
 
 
+class _AnyObject(Struct, frozen=True, gc=False):
+    """An object of which nothing is decoded."""
+
+
 @cache
 def _raw_fields() -> type[Struct]:
     """A table of every field that some request has, with its value still encoded."""
@@ -256,12 +263,18 @@ def _raw_fields() -> type[Struct]:
     return msgspec.defstruct("RawFields", fields, rename={n: e for e, n in names.items()})
 
 
-def _check_sizes(codec: Codec, body: bytes) -> None:
+def _check_sizes(codec: Codec, body: bytes, most: int) -> None:
     """Refuse a body of which much is neither text nor of a known type: decoding such values may
-    take 100 times as long as decoding text.
+    take 100 times as long as decoding text. Refuse more than `most` bytes that are no images.
     """
     fields: dict[str, Raw] = structs.asdict(codec.decode(body, _raw_fields()))
     sizes = {name: len(raw) for name, raw in fields.items()}
+    if (rest := len(body) - sizes["images"]) > most:
+        text = f"a request must be <= {most} bytes without its images (got {rest})"
+        raise PlanError("too_large", text)
+    if (count := _images_count(codec, bytes(fields["images"]))) > MOST_IMAGES:
+        text = f"images must be at most {MOST_IMAGES} (got {count})"
+        raise PlanError("too_large", text, field="images")
     own = len(body) - sum(sizes.values())
     calls = {"tool_calls of messages": _calls_size(codec, bytes(fields["messages"]))}
     for name, size in (
@@ -277,11 +290,20 @@ def _calls_size(codec: Codec, encoded: bytes) -> int:
     named = b"tool_calls" in encoded or b"\\u" in encoded
     if len(encoded) <= FREE_FORM_BYTES or not named:
         return 0
-    try:
-        turns = codec.decode(encoded, list[_RawCalls])
-    except PlanError as e:
-        raise bad_request("messages must be a list of objects (got another)", "messages") from e
+    turns = _list_of(codec, encoded, list[_RawCalls], "messages")
     return sum(len(turn.tool_calls) for turn in turns)
+
+
+def _images_count(codec: Codec, encoded: bytes) -> int:
+    long = len(encoded) > FREE_FORM_BYTES
+    return len(_list_of(codec, encoded, list[_AnyObject], "images")) if long else 0
+
+
+def _list_of(codec: Codec, encoded: bytes, kind: type[list[T]], name: str) -> list[T]:
+    try:
+        return codec.decode(encoded, kind)
+    except PlanError as e:
+        raise bad_request(f"{name} must be a list of objects (got another)", name) from e
 
 
 def ours(table: dict[str, Raw]) -> dict[str, Raw]:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Raw
 
+from thor_dflash.core.bounds import LARGEST
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.protocol import codec, messages
 from thor_dflash.serving.protocol.codec import Codec, Head
@@ -27,11 +28,11 @@ def is_groot(head: Head) -> bool:
     return head.op is None and head.endpoint is not None
 
 
-def read(body_codec: Codec, body: bytes, head: Head) -> messages.Request:
+def read(body_codec: Codec, body: bytes, head: Head, most: int = LARGEST) -> messages.Request:
     """Decode the request in a body.
 
     Raises:
-        PlanError: bad_request or unsupported_version.
+        PlanError: as `codec.read`.
     """
     endpoint = head.endpoint
     kind = codec.OPERATIONS.get(endpoint) if isinstance(endpoint, str) else None
@@ -54,7 +55,7 @@ def read(body_codec: Codec, body: bytes, head: Head) -> messages.Request:
     given: dict[str, object] = {"id": uuid4().hex, **fields, "op": head.endpoint}
     if head.api_token is not None:
         given["token"] = head.api_token
-    return codec.typed(body_codec, body_codec.encode(given), kind)
+    return codec.typed(body_codec, body_codec.encode(given), kind, most)
 
 
 def _data(body_codec: Codec, data: bytes) -> dict[str, Raw]:

@@ -21,15 +21,16 @@ prompts. It takes at most 0.1 ms."""
 AT_ONCE = 1 << 16
 """Bytes that the decode thread is given before the next body: one long body, or some short ones."""
 POOL = 4
-"""Bodies of the largest size that may wait in all, if clients hold no more than one each."""
+"""Bodies of the largest size that may wait, if they are of one connection."""
 
 
 class DecodeQueue:
     """The bodies that are not decoded yet. `start` gives one to the decode thread."""
 
-    def __init__(self, start: Callable[[UndecodedRequest], None], max_message: int) -> None:
+    def __init__(self, start: Callable[[UndecodedRequest], None], least: int, largest: int) -> None:
+        """`least`: bytes that any connection may have waiting; `largest`: of a body."""
         self._start = start
-        self._max_message = max_message
+        self._least, self._largest = least, largest
         self._started: list[UndecodedRequest] = []
         self._waiting: OrderedDict[bytes, deque[UndecodedRequest]] = OrderedDict()
         """By connection; the first one is next."""
@@ -49,11 +50,10 @@ class DecodeQueue:
         request = UndecodedRequest(peer, body)
         # By connection, not by client: a client could send the envelopes of any number of proxies.
         others = len(self._bytes.keys() - {peer.routing})
-        share = max(self._max_message, POOL * self._max_message // (others + 1))
-        if (held := self._bytes.get(peer.routing, 0)) and held + request.size > share:
+        share = max(self._least, POOL * self._largest // (others + 1))
+        if (held := self._bytes.get(peer.routing, 0) + request.size) > share:
             text = f"requests of one connection that wait to be decoded must be <= {share} bytes"
-            got = held + request.size
-            raise PlanError("busy", f"{text} (got {got})", retry_after_ms=RETRY_MS)
+            raise PlanError("busy", f"{text} (got {held})", retry_after_ms=RETRY_MS)
         self._bytes[peer.routing] += request.size
         self._waiting.setdefault(peer.routing, deque()).append(request)
         self._next()

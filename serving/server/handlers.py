@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import PlanError
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
@@ -94,7 +95,8 @@ class RequestHandlers:
         self.scheduler = Scheduler(config.max_queue)
         self.stats = Stats()
         self._pending = PendingRequests()
-        self._undecoded = DecodeQueue(actions.decode, config.max_message)
+        largest = config.max_message + IMAGES_BYTES
+        self._undecoded = DecodeQueue(actions.decode, config.max_message, largest)
         self._operations: dict[str, Callable[[Peer, Any], None]] = {
             "plan": self._plan,
             "cancel": self._cancel,
@@ -136,7 +138,8 @@ class RequestHandlers:
         elif self._undecoded.must_wait(peer, rest[0]):
             self._decode_later(peer, rest[0])
         else:
-            self._handle_request(peer, read_request(rest[0], self._token, self._log))
+            most = self._config.max_message
+            self._handle_request(peer, read_request(rest[0], self._token, most, self._log))
 
     def _decode_later(self, peer: Peer, body: bytes) -> None:
         try:

@@ -35,9 +35,11 @@ class DecodedRequest:
     outcome: messages.Request | PlanError
 
 
-def read_request(body: bytes, token: str | None, log: Callable[[str], None]) -> DecodedRequest:
-    """Read a request, which must carry the secret `token` if that is not None. May be called from
-    any thread.
+def read_request(
+    body: bytes, token: str | None, most: int, log: Callable[[str], None]
+) -> DecodedRequest:
+    """Read a request, which must carry the secret `token` if that is not None. It may have `most`
+    bytes beside its images. May be called from any thread.
     """
     found, head, dialect = JSON, Head(id=None), False
     outcome: messages.Request | PlanError
@@ -48,7 +50,7 @@ def read_request(body: bytes, token: str | None, log: Callable[[str], None]) -> 
         if not access.token_matches(token, head.api_token if dialect else head.token):
             text = "token must be the secret in the server's serve.token_file"
             raise PlanError("unauthorized", text, field="token")
-        outcome = (groot.read if dialect else codec.read)(found, body, head)
+        outcome = (groot.read if dialect else codec.read)(found, body, head, most)
     except PlanError as e:
         outcome = e
     except Exception:

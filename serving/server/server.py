@@ -172,8 +172,8 @@ class Server:
         self._threads.append(thread)  # not before: one that was not started cannot be joined
 
     def _decode_requests(self) -> None:
-        idle = self._router.idle
-        workers.decode_requests(self._undecoded, self._emit, idle, self._token, self._log)
+        idle, most = self._router.idle, self._config.max_message
+        workers.decode_requests(self._undecoded, self._emit, idle, self._token, most, self._log)
 
     def _run_engine(self) -> None:
         heartbeat = self._lifecycle.heartbeat

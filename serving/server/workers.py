@@ -213,6 +213,7 @@ def decode_requests(
     emit: Callable[[WorkerEvent], None],
     idle: threading.Event,
     token: str | None,
+    most: int,
     log: Log,
 ) -> None:
     """Decode requests until None arrives, each while the I/O thread is `idle`: a decode holds the
@@ -221,7 +222,7 @@ def decode_requests(
     """
     while (item := inbox.get()) is not None:
         idle.wait(len(item.body) * WAIT_S_PER_BYTE)
-        emit(RequestDecoded(item, read_request(item.body, token, log)))
+        emit(RequestDecoded(item, read_request(item.body, token, most, log)))
 
 
 def must_decode(job: Job) -> bool:

@@ -21,6 +21,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from thor_dflash.config.serving import ServeConfig
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.transport import access, curve, tcp_proxy
 from thor_dflash.serving.transport.tcp_proxy import TcpProxy
@@ -41,7 +42,7 @@ ROUTER_OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects with its routing id keeps that id
     zmq.LINGER: 0,
     zmq.SNDHWM: 512,  # chunks of one or two plans; a reader further behind loses text chunks
-    # Each may have max_message bytes, for each connection. With 1, CURVE clients get no answer.
+    # Each may have MAXMSGSIZE bytes, for each connection. With 1, CURVE clients get no answer.
     zmq.RCVHWM: 2,
     zmq.HANDSHAKE_IVL: 3000,
     zmq.IMMEDIATE: 1,
@@ -118,7 +119,7 @@ class RouterSocket:
         for option, value in ROUTER_OPTIONS.items():
             router.setsockopt(option, value)
         sealed = CURVE_OVERHEAD if config.curve else 0
-        router.setsockopt(zmq.MAXMSGSIZE, config.max_message + sealed)
+        router.setsockopt(zmq.MAXMSGSIZE, config.max_message + IMAGES_BYTES + sealed)
         if config.curve:
             self._enable_curve(router, Path(config.curve))
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)

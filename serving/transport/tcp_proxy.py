@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import ConfigError
 from thor_dflash.serving.transport.keepalive import KEEPALIVE_EVERY_S, SILENT_S, UNREAD_MS
 from thor_dflash.serving.transport.zmtp_limits import FrameLimits
@@ -37,6 +38,9 @@ SPARE = 16
 many times that rate beyond their own."""
 SPARE_S = 0.25
 """So many seconds' worth of this may be sent at once."""
+LARGE = 16
+"""Most connections of which libzmq holds a part of a message longer than max_message, as those with
+images are. With one more, the one that began first is closed: who sends has soon sent."""
 RETRY_S = 1.0
 """Pause of a listener that cannot accept: no descriptor is left."""
 SIOCGIFADDR = 0x8915
@@ -81,6 +85,8 @@ class TcpProxy:
         self._epoll = select.epoll()
         self._listeners: dict[int, socket.socket] = {}
         self._sides: dict[int, _Side] = {}
+        self._large: dict[_Side, None] = {}
+        """Those that send such a message, the first one first."""
         self._resume: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._closing = False
@@ -212,7 +218,7 @@ class TcpProxy:
             client.close()
             server.close()
             return
-        limits = None if self._sealed else FrameLimits(self._max_message)
+        limits = None if self._sealed else FrameLimits(self._max_message + IMAGES_BYTES)
         sides = _Side(client, limits, paced=True), _Side(server, None, paced=False)
         for side, other in zip(sides, reversed(sides), strict=True):
             side.peer = other
@@ -257,7 +263,7 @@ class TcpProxy:
         if not data:
             side.ended = True
             return
-        if side.limits is not None and not side.limits.allows(data):
+        if side.limits is not None and not self._allows(side, side.limits, data):
             self._drop(side)
             return
         peer = side.peer
@@ -269,6 +275,18 @@ class TcpProxy:
             peer.pending = memoryview(data)[sent:]
         if side.paced:
             self._pace(side, len(data))
+
+    def _allows(self, side: _Side, limits: FrameLimits, data: bytes) -> bool:
+        """Whether a side may go on after it has sent this, too."""
+        if not limits.allows(data):
+            return False
+        if limits.under_way <= self._max_message:
+            self._large.pop(side, None)
+        else:
+            self._large.setdefault(side)
+            if len(self._large) > LARGE:
+                self._drop(next(iter(self._large)))
+        return True
 
     def _pace(self, side: _Side, size: int) -> None:
         now, seconds = time.monotonic(), size / self._max_message
@@ -303,6 +321,7 @@ class TcpProxy:
 
     def _drop(self, side: _Side) -> None:
         for one in (side, side.peer):
+            self._large.pop(one, None)
             self._sides.pop(one.socket.fileno(), None)
             one.socket.close()  # epoll forgets it
 

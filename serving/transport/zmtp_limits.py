@@ -20,8 +20,9 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 class FrameLimits:
     """The state of one connection."""
 
-    def __init__(self, max_message: int) -> None:
-        self._most = max_message + MAX_FRAMES * MAX_ADDRESS
+    def __init__(self, longest: int) -> None:
+        """`longest`: bytes of a message."""
+        self._most = longest + MAX_FRAMES * MAX_ADDRESS
         self._head = b""
         """The beginning of a greeting or of a frame's header, of which the rest has yet to come."""
         self._skip = 0
@@ -29,6 +30,13 @@ class FrameLimits:
         self._greeted = False
         self._frames = self._bytes = 0
         """Of the message that has begun."""
+        self._last = True
+        """Its last frame has begun."""
+
+    @property
+    def under_way(self) -> int:
+        """Bytes of a message of which a part has come, as far as its frames have begun."""
+        return self._bytes if self._skip or not self._last else 0
 
     def allows(self, data: bytes) -> bool:
         """Whether a connection may go on after it has sent this, too."""
@@ -64,13 +72,12 @@ class FrameLimits:
     def _allows_frame(self, flags: int, size: int) -> bool:
         if flags & _COMMAND:
             return size <= MAX_COMMAND
+        if self._last:
+            self._frames = self._bytes = 0
         self._frames += 1
         self._bytes += size
-        if self._frames > MAX_FRAMES or self._bytes > self._most:
-            return False
-        if not flags & _MORE:
-            self._frames = self._bytes = 0
-        return True
+        self._last = not flags & _MORE
+        return self._frames <= MAX_FRAMES and self._bytes <= self._most
 
 
 def _begins_well(greeting: bytes) -> bool:

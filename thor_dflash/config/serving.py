@@ -38,7 +38,8 @@ class ServeConfig:
     """Plans that may wait, over all sessions; more are `busy`. A robot prefers a refusal to a long
     wait."""
     max_message: Annotated[int, Meta(ge=1024, le=LARGEST)] = 1 << 20
-    """Largest frame, bytes; a peer that sends a larger one is disconnected."""
+    """Largest request, bytes beside its images, which may have 16 MiB more. A peer that sends a
+    longer message than both together is disconnected."""
     max_tokens: Positive = 512
     """Default length limit of an answer, thinking not counted, tokens; it must fit the context."""
     thinking: Literal["on", "off", "auto"] = "auto"
@@ -128,8 +129,8 @@ class GatewayConfig:
     """Host names that clients may use for the gateway, beside those of loopback and, with API keys,
     any IP address."""
     max_body: Annotated[int, Meta(ge=1024, le=LARGEST)] = 1 << 20
-    """Largest body of a request, bytes, as `serve.max_message` of a server. Images are a third
-    longer in it than their files; raise both for them."""
+    """Largest body of a request, bytes beside its images, as `serve.max_message` of a server. They
+    may have 16 MiB more, as base64: a third longer than their files."""
     image_dir: str = ""
     """Directory of images that requests may name as `file:` URLs, all below it and without links;
     "": none may. Images are never fetched from elsewhere."""

@@ -16,6 +16,9 @@ Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 MOST_IMAGE_BYTES = 8 << 20
 """Longest image of a request, bytes as it is sent."""
 
+IMAGES_BYTES = 16 << 20
+"""Bytes that the images of a request may have, beside the rest of it: as base64, or binary."""
+
 IMAGE_MAGIC: Mapping[Literal["jpeg", "png"], bytes] = {
     "jpeg": b"\xff\xd8\xff",
     "png": b"\x89PNG\r\n\x1a\n",

@@ -16,10 +16,12 @@ import pytest
 from msgspec import structs
 from support.waiting import PATIENCE_S
 
+from thor_dflash.core.bounds import IMAGES_BYTES
 from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.serving.client import AsyncPlanner, Options, PlanRequest
-from thor_dflash.serving.client.retry import GRACE_S, Attempts
+from thor_dflash.serving.client.retry import GRACE_S, Attempts, encode
 from thor_dflash.serving.protocol import messages
+from thor_dflash.serving.protocol.codec import JSON, MSGPACK, Codec
 
 OLD, NEW = PlanRequest(prompt="old"), PlanRequest(prompt="new")
 
@@ -116,6 +118,24 @@ def test_a_connection_is_waited_for_until_the_deadline_and_an_answer_longer() ->
         attempts = Attempts(options, request, began=began)
         assert attempts.until == began + limit
         assert attempts.connect_by <= time.monotonic() + 60
+
+
+@pytest.mark.parametrize(("codec", "sent"), [(MSGPACK, 1), (JSON, 4 / 3)])
+def test_images_are_not_counted_as_the_rest_of_a_request(codec: Codec, sent: float) -> None:
+    options, most = Options(codec=codec, max_message=1000), int(IMAGES_BYTES / sent) - 9
+
+    def ask(size: int, prompt: str = "") -> messages.PlanRequest:
+        images = [messages.ImageInput(id="a", format="png", data=bytes(part)) for part in (9, size)]
+        return messages.PlanRequest(prompt=prompt, images=tuple(images))
+
+    encode(ask(most - 9), options)
+    for wrong, what in (
+        (ask(most + 9), "the images of a request"),
+        (ask(most - 9, "x" * 1000), "a request without its images, Options.max_message,"),
+    ):
+        with pytest.raises(PlanError, match=f"^{what} must be") as caught:
+            encode(wrong, options)
+        assert caught.value.code == "too_large"
 
 
 @pytest.mark.parametrize("op", ["drain", "shutdown"])

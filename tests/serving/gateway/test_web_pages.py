@@ -5,11 +5,15 @@ from __future__ import annotations
 import http.client
 import socket
 import time
+from base64 import b64encode
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from PIL import Image
 from support.http_gateway import CHAT, JSON, gateway
+from support.image_files import file_of
 
 from thor_dflash.serving.gateway import app as gateways
 
@@ -49,6 +53,28 @@ def test_a_gateway_takes_bodies_as_long_as_it_is_set_to(house: Any) -> None:
             page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
             page.request("POST", "/v1/chat/completions", BODY + b" " * (2 << 20), JSON)
             assert page.getresponse().status == status
+
+
+def test_images_are_beside_the_longest_body(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (720, 1280, 3), np.uint8)
+    data = b64encode(file_of(Image.fromarray(pixels), compress_level=1)).decode()
+    assert len(data) > 2 << 20
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": [part]}]})
+    with gateway(house.mock().endpoints[0]) as address:
+        for sent, large, code in (
+            (body, 1, None),
+            (body + b" " * (1 << 20), 1, "too_large"),
+            (body, 0, "busy"),
+            (BODY, 0, None),
+            (body, 1, None),
+        ):
+            monkeypatch.setattr(gateways, "LARGE", large)
+            page = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+            page.request("POST", "/v1/chat/completions", sent, JSON)
+            found = msgspec.json.decode(page.getresponse().read())
+            assert found.get("error", {}).get("code") == code, found.get("error")
+            page.close()
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,24 @@ def test_tools_and_calls_of_messages_have_a_largest_size(encoding: Codec) -> Non
     assert (turns.code, turns.field) == ("bad_request", "messages")
 
 
+@pytest.mark.parametrize("encoding", [JSON, MSGPACK], ids=["json", "msgpack"])
+def test_images_are_beside_the_largest_request(encoding: Codec) -> None:
+    most = codec.FREE_FORM_BYTES
+    data: Any = bytes(3 * most) if encoding is MSGPACK else "AAAA" * most
+    image = {"id": "a", "format": "png", "data": data}
+    head = codec.Head(op="plan", id="i")
+
+    def refusal(**fields: Any) -> tuple[str, str | None]:
+        with pytest.raises(PlanError) as caught:
+            codec.read(encoding, encoding.encode({**PLAN, **fields}), head, most)
+        return caught.value.code, caught.value.field
+
+    codec.read(encoding, encoding.encode({**PLAN, "images": [image]}), head, most)
+    assert refusal(images=[image], prompt="y" * most) == ("too_large", None)
+    assert refusal(images=[image] * (codec.MOST_IMAGES + 1))[0] == "too_large"
+    assert refusal(images=[data]) == ("bad_request", "images")
+
+
 def test_a_long_field_of_the_head_is_none() -> None:
     long = "x" * codec.HEAD_BYTES
     assert refused({**PLAN, "op": long}).field == "op"

@@ -15,9 +15,9 @@ LONG = bytes(AT_ONCE)
 
 
 class Fixture:
-    def __init__(self) -> None:
+    def __init__(self, largest: int = MOST) -> None:
         self.started: list[UndecodedRequest] = []
-        self.queue = DecodeQueue(self.started.append, MOST)
+        self.queue = DecodeQueue(self.started.append, MOST, largest)
 
     def peer(self, name: bytes) -> Peer:
         return Peer((name, b""), JSON)
@@ -77,6 +77,20 @@ def test_each_connection_may_have_one_body_and_a_share(it: Fixture) -> None:
     assert set(held[POOL:]) == {MOST}
     it.finish()
     assert it.fill(b"0") == POOL * MOST
+
+
+def test_the_largest_bodies_share_what_may_wait() -> None:
+    largest = 16 * MOST
+    it, body = Fixture(largest), bytes(largest)
+    for name in (b"0", b"1", b"2", b"3"):
+        it.add(name, body)
+    with pytest.raises(PlanError) as caught:
+        it.add(b"4", body)
+    assert caught.value.code == "busy"
+    it.add(b"4", bytes(MOST))
+    it.finish()
+    for _ in range(POOL):
+        it.add(b"4", body)
 
 
 def test_bodies_of_a_closed_connection_are_not_decoded(it: Fixture) -> None:

@@ -98,7 +98,7 @@ def test_a_deadline_passes_while_an_image_is_decoded(slow: tuple[SlowDecoder, An
 
 @pytest.mark.parametrize("name", ["bomb", "huge by its header", "line", "truncated", "polyglot"])
 def test_a_server_outlives_hostile_files(house: Any, name: str) -> None:
-    peer = house.peer(house.mock(max_message=16 << 20))
+    peer = house.peer(house.mock())
     data, kind = HOSTILE[name]()
     reply = peer.ask(**picture(data, kind, id="a"))
     assert (reply["code"], reply["field"]) == ("bad_request", "images[0].data")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,30 @@ def test_an_endless_message_closes_its_connection(router: RouterSocket) -> None:
             while True:
                 peer.sendall(b"\x01\x01x" * 1000)
     assert messages(router, 0.1) == []
+
+
+def test_the_oldest_of_too_many_long_messages_closes_its_connection(
+    router: RouterSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_proxy, "LARGE", 1)
+    head = b"\x02" + (2 * MAX).to_bytes(8, "big")
+    with connect(router) as whole, connect(router) as first, connect(router) as second:
+        for peer in (whole, first, second):
+            peer.sendall(HELLO)
+            while b"READY" not in peer.recv(1000):  # before it libzmq takes no message
+                pass
+        whole.sendall(head + bytes(2 * MAX))
+        assert [len(one.frames[-1]) for one in messages(router, PATIENCE_S, 1)] == [2 * MAX]
+        for peer in (first, second):
+            peer.sendall(b"\0\1x" + head + bytes(1000))
+            assert [one.frames[-1] for one in messages(router, PATIENCE_S, 1)] == [b"x"]
+        with suppress(ConnectionError):
+            while first.recv(1000):
+                pass
+        second.sendall(bytes(2 * MAX - 1000))
+        assert [len(one.frames[-1]) for one in messages(router, PATIENCE_S, 1)] == [2 * MAX]
+        whole.sendall(b"\0\1x")
+        assert messages(router, PATIENCE_S, 1)
 
 
 def test_who_sends_more_than_the_rate_waits_and_others_do_not(

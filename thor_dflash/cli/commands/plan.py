@@ -9,7 +9,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from thor_dflash.cli import exit_status, plan_server
@@ -40,9 +39,6 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Request a plan from a server and print it; return the exit status."""
     with plan_server.connect(args) as planner:
         request = _request(args)
-        if request.images:  # files of cameras are longer than what every server takes
-            limits = planner.hello()["limits"]
-            planner.options = replace(planner.options, max_message=limits["max_message"])
         with _Display(progress, f"waiting for {args.server}") as display:
             result = display.follow(planner.stream(request))
     status = _status(result)

@@ -45,7 +45,10 @@ PARAMETERS: dict[str, tuple[Any, str]] = {
     "image_topics": ([""], "topics of sensor_msgs/Image that goals may name"),
     "compressed_topics": ([""], "topics of sensor_msgs/CompressedImage that goals may name"),
     "max_image_age_s": (1.0, "oldest frame of a goal; 0: any"),
-    "max_message": (1 << 20, "longest request, bytes: the server's serve.max_message"),
+    "max_message": (
+        1 << 20,
+        "longest request, bytes beside its images: the server's serve.max_message",
+    ),
     "connect_timeout_s": (1.0, "longest wait for a connection"),
     "plan_timeout_s": (120.0, "longest wait for a plan without a deadline, or its next step"),
     "max_goals": (4, "goals at once; more are rejected"),
