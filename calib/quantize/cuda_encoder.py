@@ -17,7 +17,7 @@ from thor_dflash.plugins.cuda.compile import ROOT
 from thor_dflash.plugins.cuda.driver import Driver
 from thor_dflash.plugins.launch import Int, Launch, Pointer, Real
 from thor_dflash.plugins.numpy_math import NVFP4_GROUP
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 
 SOURCE = ROOT / "cuda" / "nvfp4_encode.cu"
 THREADS = 256
@@ -108,7 +108,7 @@ class CudaEncoder:
         Raises: EngineError: there is no such device, driver or compiler.
         """
         self._driver = Driver(device)
-        self._runner = Runner(self._driver, cubins)
+        self._runner = LaunchRunner(self._driver, cubins)
         self._memory: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:

@@ -27,7 +27,8 @@ from thor_dflash.runtime.decoding.mtp import own_drafter
 from thor_dflash.runtime.decoding.telemetry import RequestMeter
 from thor_dflash.runtime.engines.cuda.binding import cuda
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph, Runner
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.engines.protocol import Call, Tensor
 
 BLOCK_BYTES = 512 * 8 * 16
@@ -100,7 +101,7 @@ class CudaBench:
 
     engine: CudaEngine
     model: ModelRunner
-    runner: Runner
+    runner: LaunchRunner
     extra: dict[str, Call]
     """Verify steps of other widths, by name."""
     free: int
@@ -341,7 +342,7 @@ def open_bench(
     extra = {f"verify.{width}": _other(engine, f"verify.{width}") for width in widths}
     engine.also(list(extra.values()))
     model = ModelRunner(engine, manifest, capacity, manifest.block)
-    bench = CudaBench(engine, model, Runner(engine.driver, cubins), extra, 0)
+    bench = CudaBench(engine, model, LaunchRunner(engine.driver, cubins), extra, 0)
     bench.fill_state()
     bench.free = engine.driver.free_memory()
     return bench

@@ -8,7 +8,7 @@ from pathlib import Path
 from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.measure.cuda_bench import CudaBench, operators
 from thor_dflash.runtime.measure.profile import CycleBreakdown, ProfilePart
 
@@ -29,7 +29,7 @@ def take_apart(
         graphs: The graphs of a cycle, in order.
         cubins: Directory of compiled kernels.
     """
-    bench = CudaBench(engine, model, Runner(engine.driver, cubins), {}, 0)
+    bench = CudaBench(engine, model, LaunchRunner(engine.driver, cubins), {}, 0)
     context = model.state.length
     bench.at(context, model.state.accepted)
     with progress.task("taking a cycle apart"):

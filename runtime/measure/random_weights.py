@@ -21,7 +21,7 @@ from thor_dflash.plugins.linear.layout import STEP, WeightKind, layout
 from thor_dflash.plugins.linear.pack import NVFP4_FACTOR
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.plugins.standard import fill
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.engines.cuda.weight_loader import PIECE, FileWeights
 
 SOURCE = ROOT / "standard" / "fill.cu"
@@ -65,7 +65,7 @@ class RandomWeights:
         packed: Mapping[str, CallSite],
     ) -> None:
         """See WeightFiller."""
-        runner, device = Runner(driver, self.cubins), driver.info.device
+        runner, device = LaunchRunner(driver, self.cubins), driver.info.device
         there = {
             n: w
             for n, w in weights.items()

@@ -21,7 +21,7 @@ from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines import resolve_options
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.engines.cuda.tuning_record import (
     CandidateTime,
     TunedLaunch,
@@ -105,7 +105,9 @@ def tune_package(
         closing(CudaEngine(package, off, progress, weights)) as engine,
     ):
         model = ModelRunner(engine, found, capacity, block, chunks)
-        bench = CudaBench(engine, model, Runner(engine.driver, config.cubins_directory), {}, 0)
+        bench = CudaBench(
+            engine, model, LaunchRunner(engine.driver, config.cubins_directory), {}, 0
+        )
         return tune(bench, progress, budget, name=package_name(config, found), again=again)
 
 

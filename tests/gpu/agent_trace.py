@@ -48,7 +48,7 @@ from thor_dflash.core.progress import Progress as Reporter
 from thor_dflash.core.progress import choose
 from thor_dflash.runtime.decoding.proposers import DflashDrafter
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.measure.bench_report import LINEARS, THOR_READ, Figure, table
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
 from thor_dflash.runtime.session import Request, Session, open_session
@@ -183,7 +183,7 @@ def predicted(session: Session, report: ReplayReport) -> Iterator[Figure]:
     engine = session.model.engine
     if not isinstance(engine, CudaEngine):
         return
-    runner = Runner(engine.driver, Config().engine.cubins_directory)
+    runner = LaunchRunner(engine.driver, Config().engine.cubins_directory)
     bench = CudaBench(engine, session.model, runner, {}, 0)
     weights = sum(bench.bytes(name, LINEARS) for name in ("verify", "propose", "observe"))
     fixed, per_token = weights + bench.state_bytes(), bench.cache_bytes()

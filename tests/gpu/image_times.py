@@ -22,7 +22,7 @@ from thor_dflash.cli.commands.bench import random_session
 from thor_dflash.config.tree import Config
 from thor_dflash.core.progress import choose
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
 from thor_dflash.runtime.measure.image_bench import REUSE, THOR_TFLOPS, measure_image
 from thor_dflash.runtime.session import Session
@@ -51,7 +51,7 @@ def unchanged(session: Session) -> list[tuple[object, ...]]:
     """A verify of a package with a tower."""
     engine = session.model.engine
     assert isinstance(engine, CudaEngine)
-    runner = Runner(engine.driver, Config().engine.cubins_directory)
+    runner = LaunchRunner(engine.driver, Config().engine.cubins_directory)
     bench = CudaBench(engine, session.model, runner, {}, 0)
     return [("step", "ms"), ("verify, with a tower", bench.steps(["verify"]).median)]
 

@@ -41,7 +41,7 @@ from thor_dflash.plugins.linear import partition
 from thor_dflash.plugins.registry import ROOT
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.cuda import engine as engines
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.engines.cuda.tuning_record import TuningRecord, words
 from thor_dflash.runtime.measure import cuda_bench
 from thor_dflash.runtime.measure import tune as tuning
@@ -118,7 +118,7 @@ class Reader:
 
     def _work(self) -> None:
         with closing(Rest()) as driver:
-            runner, size = Runner(driver, self._cubins), 4 << 30
+            runner, size = LaunchRunner(driver, self._cubins), 4 << 30
             launch = Launch(
                 "read_memory",
                 (driver.info.device.multiprocessors * 4, 1, 1),
@@ -153,7 +153,7 @@ class Opened:
         engine = engines.CudaEngine(self.folder, config, self.progress, weights)
         with closing(engine):
             model = ModelRunner(engine, self.manifest, CAPACITY, self.manifest.block, PROMPTS)
-            extra = CudaBench(engine, model, Runner(engine.driver, cubins), {}, 0)
+            extra = CudaBench(engine, model, LaunchRunner(engine.driver, cubins), {}, 0)
             extra.fill_state()
             yield extra
 

@@ -23,7 +23,7 @@ from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
-from thor_dflash.runtime.engines.cuda.graph_capture import Runner
+from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.measure.chain_timer import ChainTimer, tunable
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
 from thor_dflash.runtime.session import Request
@@ -125,7 +125,7 @@ def test_other_choices_obey_the_laws_and_chains_stay_in_their_memory(root: Path)
         with closing(opened(root / "cuda")) as session:
             engine, model = session.model.engine, session.model
             assert isinstance(engine, CudaEngine)
-            runner = Runner(engine.driver, EngineConfig().cubins_directory)
+            runner = LaunchRunner(engine.driver, EngineConfig().cubins_directory)
             bench = CudaBench(engine, model, runner, {}, 0)
             other, timer = DEVICE, ChainTimer(bench)
             for one in tunable(bench, DEVICE)[:5]:  # those that read most weights
