@@ -126,8 +126,8 @@ def candidates(
     held = [answer for answer in answers if answer.tokens and answer.held]
     if not counted or not held:
         raise RequestError(
-            f"draft-vocab must have answers to count, and others to measure coverage on: of {HELD} "
-            f"about one (got {len(counted)} and {len(held)})"
+            f"draft-vocab must have answers to count, and others to measure coverage on, about "
+            f"one in {HELD} (got {len(counted)} and {len(held)})"
         )
     counts = Counter(token for answer in counted for token in answer.tokens)
     added = {token.id for token in added_tokens(directory)}

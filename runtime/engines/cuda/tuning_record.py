@@ -171,12 +171,14 @@ class TuningFile:
         """Read the record of this power mode, else one of another mode; None if there is none.
 
         Raises:
-            EngineError: a file is not as `write` writes it.
+            EngineError: a file is not as `write` writes it, or cannot be looked for.
         """
-        for path in (self.path, *sorted(self.directory.glob(f"{self._stem}.*.json"))):
-            if path.is_file():
-                return self._load(path)
-        return None
+        try:
+            others = sorted(self.directory.glob(f"{self._stem}.*.json"))
+            found = next((path for path in (self.path, *others) if path.is_file()), None)
+        except OSError as e:
+            raise self._unusable(e) from e
+        return self._load(found) if found else None
 
     def _load(self, path: Path) -> TuningRecord:
         try:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from thor_dflash.calib.planbench import heldout
 from thor_dflash.cli import main
 from thor_dflash.config.build import CLOSING_MESSAGE
 from thor_dflash.core.errors import RequestError
-from thor_dflash.package.tokenizer_files import addressed_ids
+from thor_dflash.package import manifest
+from thor_dflash.package.manifest import FileEntry
+from thor_dflash.package.tokenizer_files import TOKENIZER, addressed_ids
 from thor_dflash.runtime.decoding.telemetry import BlockDrafts
 from thor_dflash.runtime.text.tokenizer import Tokenizer
 
@@ -215,6 +218,9 @@ def test_the_command_writes_what_build_reads_or_nothing(
         ("--corpus none.jsonl --accept-length nan", "--accept-length must be 1 to"),
         ("--package p --rollouts 0", "--rollouts must be at least 1"),
         ("--package p --force", "--force must go with --size"),
+        ("--package p --size 0", "--size must be an even number up to 1280"),
+        ("--package p --size 801", "--size must be an even number up to 1280"),
+        ("--package p --size 1282", "--size must be an even number up to 1280"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -223,6 +229,16 @@ def test_what_cannot_be_is_refused(
     base = ["draft-vocab", "--target", str(TARGET), "--drafter", str(DRAFTER)]
     assert main.main([*base, "--out", str(tmp_path / "x.json"), *args.split()]) == 2
     assert rule in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_package_of_another_tokenizer_is_refused_before_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {TOKENIZER: FileEntry(sha256="ab" * 32, bytes=1)}
+    monkeypatch.setattr(manifest, "read", lambda path: SimpleNamespace(files=other))
+    base = ["draft-vocab", "--target", str(TARGET), "--drafter", str(DRAFTER), "--package", "p"]
+    assert main.main([*base, "--out", str(tmp_path / "x.json")]) == 2
+    assert "tokenizer.json (got abab" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_corpus_of_requests_alone_is_refused(

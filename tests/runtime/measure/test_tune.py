@@ -278,6 +278,11 @@ def test_a_directory_that_cannot_keep_a_record_is_refused_before_anything_is_mea
         tune_package(made, EngineConfig(tunings=str(tmp_path / "file" / "in")), Silent())
 
 
+def test_a_directory_that_cannot_be_searched_is_refused(made: Path, device: FakeCuda) -> None:
+    with pytest.raises(EngineError, match="engine.tunings must be a directory"):
+        needed(made, EngineConfig(tunings="/tmp/" + "x" * 300))
+
+
 @pytest.mark.parametrize("tune", ["auto", "required", "off"])
 def test_a_doctor_offers_what_is_missing(
     tune: Literal["auto", "off", "required"],

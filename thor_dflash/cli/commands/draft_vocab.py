@@ -36,6 +36,7 @@ def run(args: Namespace, config: Config, progress: Progress) -> int:
     output_files.check(args.out, ".json", "--out")
     schemas = [read_schema(args.schema)] if args.schema else []
     cost = trade.cycle_cost(args.target, args.drafter)
+    _check_early(args, cost)
     answers, length = _answers(args, config, cost.block, progress)
     with progress.task("ordering ids"):
         found = candidates(args.target, answers, schemas)
@@ -74,6 +75,22 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--rollouts must be at least 1 (got {args.rollouts})")
     if args.force and args.size is None:
         raise ConfigError("--force must go with --size (got none)")
+
+
+def _check_early(args: Namespace, cost: CycleCost) -> None:
+    """Refuse what would else be refused after the package has answered all tasks."""
+    from thor_dflash.package import manifest
+    from thor_dflash.package.tokenizer_files import TOKENIZER
+
+    if args.size is not None and (args.size % 2 or not 0 < args.size <= cost.ids):
+        raise ConfigError(f"--size must be an even number up to {cost.ids} (got {args.size})")
+    if args.package is not None and (path := args.target / TOKENIZER).is_file():
+        entry = manifest.read(args.package).files.get(TOKENIZER)
+        have, want = entry.sha256[:12] if entry else "none", manifest.hash_file(path).sha256[:12]
+        if have != want:
+            raise ConfigError(
+                f"--package must have the target's {TOKENIZER} (got {have}, not {want})"
+            )
 
 
 def _answers(
