@@ -127,24 +127,24 @@ def tune(
     left = [one for one in every if one.key not in known]
     device = replace(device, tuned=replace(record, launches=known).choices())
     choices = _compiled(bench, timer, left, device, progress)
-    found: dict[str, TunedLaunch] = {}
-    try:
-        with progress.task("measuring launches", len(left), "launches") as task:
-            for one in left:
-                # One at least, so that calls with a small budget come to an end, too.
-                if found and time.monotonic() - begun > budget:
-                    break
-                tuned = _measured(timer, one, device, choices[one.key], warm=not found)
-                found[one.key] = tuned
-                if tuned.chosen:
-                    device = device.choosing(one.site, tuned.candidates[tuned.chosen].choice)
-                task.advance(1)
-    finally:  # also what was measured before an interrupt
-        complete = name if len(found) == len(left) else ""
-        record = record.adding(found, complete)
+    measured: list[str] = []
+    with progress.task("measuring launches", len(left), "launches") as task:
+        for one in left:
+            # One at least, so that calls with a small budget come to an end, too.
+            if measured and time.monotonic() - begun > budget:
+                break
+            tuned = _measured(timer, one, device, choices[one.key], warm=not measured)
+            record = record.adding({one.key: tuned})
+            file.write(record)  # after each, so that whatever ends this process loses nothing
+            measured.append(one.key)
+            if tuned.chosen:
+                device = device.choosing(one.site, tuned.candidates[tuned.chosen].choice)
+            task.advance(1)
+    if len(measured) == len(left):
+        record = record.adding({}, name)
         file.write(record)
     seconds = time.monotonic() - begun
-    return Tuning(record, tuple(found), len(left) - len(found), seconds, file.path)
+    return Tuning(record, tuple(measured), len(left) - len(measured), seconds, file.path)
 
 
 def _compiled(

@@ -31,7 +31,7 @@ from thor_dflash.runtime.doctor.facts import Cuda
 from thor_dflash.runtime.engines.cuda import engine as engines
 from thor_dflash.runtime.engines.cuda import tuning_record
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine, LaunchTrial
-from thor_dflash.runtime.engines.cuda.tuning_record import tuning_file
+from thor_dflash.runtime.engines.cuda.tuning_record import TuningFile, tuning_file
 from thor_dflash.runtime.measure import tune as tuning
 from thor_dflash.runtime.measure.chain_timer import ChainTimer, TunableLaunch
 from thor_dflash.runtime.measure.launch_search import Times
@@ -205,6 +205,28 @@ def test_a_budget_leaves_launches_for_the_next_time(
     assert first.left == len(records["tie"].measured) - 1
     assert needed(made, config)
     assert device._sizes == kept, "no memory is left"
+
+
+def test_what_ends_the_process_loses_nothing(
+    made: Path, device: FakeCuda, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials, calls = ChainTimer.trials, list[object]()
+
+    def ended(self: ChainTimer, *args: object) -> list[LaunchTrial]:
+        calls.append(args)
+        if len(calls) == 3:
+            monkeypatch.setattr(TuningFile, "write", lambda self, record: None)  # as after a kill
+            raise SystemExit
+        return trials(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ChainTimer, "trials", ended)
+    with pytest.raises(SystemExit):
+        tune_package(made, config, Silent())
+    with closing(Driver()) as driver:
+        record = tuning_file(config.tunings_directory, driver.info, "").read()
+    assert record is not None
+    assert len(record.launches) == 2
+    assert not record.packages
 
 
 def test_measuring_again_keeps_what_it_does_not_measure(
