@@ -263,7 +263,7 @@ class _Losses:
         hidden, _ = self.hidden(self.images, [*batch])
         seen = weight[:, 1:] * (pos[:, 1:] > 0)
         table = self.pair.target.language_model.embed_tokens.weight
-        return self.entropy(hidden[:, :-1], table, ids[:, 1:].long(), seen)
+        return self.entropy(hidden[:, :-1], table, ids.long()[:, 1:], seen)
 
     def drafter(self, *batch: Tensor) -> Tensor:
         """Of the drafter's blocks; the target stays as it is."""
