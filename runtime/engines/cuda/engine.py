@@ -77,11 +77,8 @@ class CudaEngine:
         self.empty, self.reserve = self.tensors.empty, self.tensors.reserve
         self.swap_out, self.swap_in = self.tensors.swap_out, self.tensors.swap_in
         self.run, self.busy, self.close = self.replay.run, self.replay.busy, self.replay.close
-        self.write, self.clear, self.read = (
-            self.replay.write,
-            self.replay.clear,
-            self.replay.read,
-        )
+        self.write, self.read = self.replay.write, self.replay.read
+        self.clear = self.replay.clear
         self._config = config
         self._progress = progress
         self._fill = fill or FileWeights(package, progress)
