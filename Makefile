@@ -87,7 +87,7 @@ quality: $(RUN_READY)
 eyes:
 	@mkdir -p build/eyes && cp -r models/planner-nano/target models/planner-nano/drafter build/eyes/
 	@PYTHONPATH=. $(PYTHON) -m thor_dflash.calib.nano.train --eyes --models build/eyes --work build/nano-eyes \
-		--start models/planner-nano/target --stage target export eval --begin 0.4 --docs 240000 \
+		--start models/planner-nano/target --stage target export eval --begin 0.5 --docs 240000 \
 		--rows 48 --anchors 16 --tower-seconds 40 --seconds 400 --drafter-seconds 60 --held 180
 
 format: $(DEV_READY)
