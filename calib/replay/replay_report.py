@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thor_dflash.core.message_text import visible
 from thor_dflash.core.progress import amount
 
 
@@ -255,7 +256,7 @@ def text(report: ReplayReport, base: ReplayReport | None = None) -> str:
         lines.append(f"answers forced from the trace, assumed tokens per cycle: {s.forced}")
     lines += [f"note: {note}" for note in s.notes]
     if base and base.subject.target != s.target:
-        lines.append(f"before: {base.subject.target}")
+        lines.append(f"before: {visible(base.subject.target)}")
     lines += ["", *columns([*([("", "now", "before")] if base else []), *summary(report, base)])]
     if rows := slowest(report):
         lines += ["", "slowest first tokens", *columns([TURN_TITLES, *rows])]
