@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,9 @@ from thor_dflash.runtime.engines import resolve_options
 FORMAT = 2
 """Version of the file format. A runtime reads only its own."""
 AGAIN = "delete the file, and thor-dflash tune --package PKG"
+WAIT_S, POLL_S = 240.0, 0.1
+"""Longest wait for another process that tunes, s: twice what one takes. A server then starts by the
+rules."""
 COMMAND_S = 5.0
 """Time limit of the command that prints a board's power mode."""
 POWER_MODE = re.compile(r"NV Power Mode:\s*(\S+)")
@@ -228,7 +232,7 @@ class TuningFile:
         would overwrite what the other wrote.
 
         Raises:
-            EngineError: the directory cannot be made or opened.
+            EngineError: the directory cannot be made or opened, or they take too long.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -236,11 +240,16 @@ class TuningFile:
         except OSError as e:
             raise self._unusable(e) from e
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(handle):
                 with progress.task("waiting for another process that tunes"):
-                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    end = time.monotonic() + WAIT_S
+                    while not _locked(handle):
+                        if time.monotonic() > end:
+                            raise EngineError(
+                                f"{self.directory} must be free to tune (got another process that "
+                                f"tunes, for {WAIT_S:.0f} s)"
+                            )
+                        time.sleep(POLL_S)
             yield
         finally:
             os.close(handle)
@@ -250,6 +259,14 @@ class TuningFile:
             f"engine.tunings must be a directory that can keep tuning records (got "
             f"{self.directory}: {error.strerror})"
         )
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def tuning_file(directory: Path, info: DeviceInfo, power: str) -> TuningFile:

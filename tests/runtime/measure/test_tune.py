@@ -264,6 +264,18 @@ def test_processes_measure_one_after_the_other(device: FakeCuda, config: EngineC
     assert ended.is_set()
 
 
+def test_a_process_that_never_ends_is_not_waited_for(
+    device: FakeCuda, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning_record, "WAIT_S", 0.0)
+    with closing(Driver()) as driver:
+        file = tuning_file(config.tunings_directory, driver.info, "")
+    with file.alone(Silent()), pytest.raises(EngineError, match="free to tune"):
+        file.alone(Silent()).__enter__()
+    with file.alone(Silent()):
+        pass
+
+
 def test_the_command_prints_what_it_chose(
     made: Path,
     device: FakeCuda,
