@@ -115,6 +115,9 @@ class StagedCheckpoint:
         if isinstance(error, CheckpointError):
             shutil.rmtree(self.partial, ignore_errors=True)
         self.close()
+        if isinstance(error, KeyboardInterrupt) and self.partial.exists():
+            kept = f"the same command continues with {self.partial}"
+            raise KeyboardInterrupt(kept) from error
 
     def close(self) -> None:
         """Close all files and release the lock."""

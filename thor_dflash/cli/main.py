@@ -54,8 +54,8 @@ def _main(argv: Sequence[str] | None) -> int:
     except ThorError as e:
         _print_error(str(e))
         return exit_status.of_error(e)
-    except KeyboardInterrupt:
-        _print_error("interrupted")
+    except KeyboardInterrupt as e:
+        _print_error(f"interrupted: {e}" if e.args else "interrupted")
         return exit_status.INTERRUPTED
     except BrokenPipeError:
         return exit_status.PIPE_CLOSED

@@ -323,6 +323,18 @@ def test_a_run_killed_at_any_write_continues_to_the_same_bytes(
     assert ends > 60
 
 
+class Interrupted(Silent):
+    """Ctrl-C as soon as a task begins."""
+
+    def task(self, *args: object) -> ProgressTask:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_names_what_stays(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match=r"same command continues with .*\.out\.partial"):
+        checkpoint.write(plan_of(source, MODELOPT), tmp_path / "out", Interrupted())
+
+
 def test_a_run_killed_in_its_first_line_begins_anew(source: Path, tmp_path: Path) -> None:
     partial = tmp_path / ".out.partial"
     partial.mkdir()
