@@ -16,7 +16,8 @@ from support.loop_models import answer, oracle, prompt, session
 
 from thor_dflash.config.decode import BudgetConfig, SamplingConfig
 from thor_dflash.core.errors import RequestError
-from thor_dflash.runtime.decoding.block import Block, DecodeProgress, Policy
+from thor_dflash.plugins.accept.record import LOG_MARGIN
+from thor_dflash.runtime.decoding.block import AcceptRule, Block, DecodeProgress, Policy
 from thor_dflash.runtime.decoding.draft_chooser import DraftChooser
 from thor_dflash.runtime.decoding.lookup import LookupTexts
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
@@ -113,6 +114,19 @@ def test_under_a_grammar(sampled: bool) -> None:
         assert constrained(asked, proposer, grammar, thinking=True) == plain
 
 
+class Relaxed(Policy):
+    """Takes near misses in every block."""
+
+    def shape(self, progress: DecodeProgress, block: Block) -> Block:
+        return replace(block, relaxed=AcceptRule(rule=LOG_MARGIN, top_k=240, margin=9.0))
+
+
+def test_near_misses_of_a_text_are_not_taken() -> None:
+    s, plain = session(), [*truth()]
+    assert answer(s, ONE, chooser(every=3, drafter=False), (Relaxed(),)) == plain
+    assert s.report().spec.sources == {}
+
+
 def test_under_a_budget_and_from_a_stored_prefix() -> None:
     s = constrained_model.session()
     budget = BudgetConfig(tokens=9, message="Done.</think>")
@@ -130,12 +144,15 @@ def test_under_a_budget_and_from_a_stored_prefix() -> None:
 
 
 def test_an_answer_that_was_abandoned_does_not_disturb_the_next() -> None:
-    s, proposer = session(), chooser()
+    s, proposer, plain = session(), chooser(), [*truth()]
+    assert answer(s, ONE, proposer) == plain
+    sources = s.report().spec.sources
     chunks = s.run(ONE, proposer)
-    for _ in range(3):
+    for _ in range(5):
         next(chunks)
     chunks.close()
-    assert answer(s, ONE, proposer) == [*truth()]
+    assert answer(s, ONE, proposer) == plain
+    assert s.report().spec.sources == sources
 
 
 def test_a_session_finds_its_earlier_answer_and_no_other_does() -> None:

@@ -103,6 +103,17 @@ def test_a_text_must_have_been_longer_than_the_drafters_blocks() -> None:
     assert best.tokens == tuple(text[12:27])
 
 
+def test_a_block_that_was_cut_tells_nothing_of_the_drafter() -> None:
+    choice = DraftChoice(index([1], session=[[1, *range(20, 90)]]), DraftWorth(12), 16)
+    for forced, cap in (((), 3), ((7, 8), 0)):
+        assert choice.choose(forced, 13, drafter=True, cap=cap) is None
+        choice.learn([*forced, 99])
+        assert (choice.worth.drafter, choice.worth.blocks) == (12, 0)
+    choice.choose((), 15, drafter=True)
+    choice.learn([99])
+    assert choice.worth.drafter < 12
+
+
 def test_a_place_is_kept_behind_one_token_that_differs() -> None:
     found = index([1, 2], drafts=[[1, 2, 3, 4, 5, 6, 7, 8]])
     [draft] = found.drafts((), 3)

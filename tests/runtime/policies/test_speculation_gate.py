@@ -157,6 +157,37 @@ def test_forced_and_capped_blocks_do_not_shut_the_gate() -> None:
         gate.observe(progress, 1)
 
 
+def measured(drafted: float) -> StepCosts:
+    """Costs that are known, of which a plain step is 1."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.drafted(drafted)
+        costs.plain(PLAIN)
+    return costs
+
+
+def test_ids_that_a_grammar_forces_among_the_drafts_are_no_hits() -> None:
+    now, progress, steps = [0.0], DecodeProgress((1,)), list[bool]()
+    gate = SpeculationGate(measured(2.0), lambda: now[0], GateRule())
+    for _ in range(10):
+        block = replace(gate.shape(progress, Block(cap=16)), forced=(5,) * 15)  # by a look
+        steps.append(block.draft)
+        now[0] += 2.0 if block.draft else PLAIN
+        gate.judge(progress, block, Record(16, -1, 0, 15, 0, (5,) * 16, (5,) * 16))
+        gate.observe(progress, 16)
+    assert steps[0]
+    assert not steps[-1], "a plain step commits them, too"
+
+
+def test_between_two_trials_are_plain_steps_even_if_a_trial_is_cheap() -> None:
+    world = World(lambda n: 1.1, lambda n: 0, catch_up=0.0)
+    world.costs = measured(1.1)
+    _, steps = world.request(400)
+    runs = [len(run) for run in "".join("d" if step else "p" for step in steps).split("d") if run]
+    assert len(runs) > 3
+    assert min(runs[:-1]) >= GateRule().pause
+
+
 def test_by_rejection_rows_that_are_not_committed_decide_nothing() -> None:
     """Their noise is used again: whether a row is drafted must not depend on what it would be."""
 

@@ -11,9 +11,11 @@ from support.loop_models import DEAD, erring
 from support.thinking_models import Asked, after, first_seen, oracle, run, thinker
 
 from thor_dflash.core.progress import Silent
+from thor_dflash.runtime.decoding.block import Block, DecodeProgress
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.policies.thinking_budget import SoftClose, ThinkingBudget
+from thor_dflash.runtime.text.thinking import Marks
 
 NEVER = 511
 """An id this model does not say by itself."""
@@ -153,6 +155,14 @@ def test_a_soft_close_is_the_first_near_one(start: int, nth: int) -> None:
         assert got == want
         assert report.close == "soft"
         assert ("soft", "thinking budget") in {(n.what, n.why) for n in report.notes}
+
+
+def test_the_first_soft_row_is_the_one_at_the_start() -> None:
+    progress = DecodeProgress((1, 2), Marks(2, 3))
+    progress.commit((9,) * 10)
+    budget = ThinkingBudget(45, message(20), SoftClose(12, 1.0))
+    assert budget.shape(progress, Block(cap=4)).soft == (-1, -1, 3, 3)
+    assert budget.shape(progress, Block(cap=2)).soft == ()
 
 
 @pytest.mark.parametrize("at", [18, 32])
