@@ -10,6 +10,7 @@ import pytest
 from support.samples import MANIFEST
 
 from thor_dflash.cli import main
+from thor_dflash.cli.input_files import read_prompt
 from thor_dflash.cli.requests import PromptOptions
 from thor_dflash.config.decode import NO_BUDGET, NO_DRAFT_LIMITS
 from thor_dflash.config.tree import load
@@ -53,6 +54,14 @@ def test_the_decode_section_reaches_the_session() -> None:
     assert (request.prompt, request.gate, request.relaxed.k) == ((1, 2), True, 2)
     assert (request.draft.seed, request.budget.tokens, request.max_answer) == (7, 5, 9)
     assert (request.stop, request.drafter) == (frozenset(MANIFEST.stop_tokens), "dflash")
+
+
+def test_an_empty_text_to_draft_from_asks_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("\n")
+    for text in ("", f"@{tmp_path}/old"):
+        assert read_prompt("--draft", text, empty=True) == ""
+        with pytest.raises(RequestError):
+            read_prompt("--prompt", text)
 
 
 def test_what_is_not_set_is_left_as_it_was_made() -> None:

@@ -35,12 +35,12 @@ def read_json(path: Path, limit: int | None = None) -> object:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
 
 
-def read_prompt(what: str, text: str) -> str:
+def read_prompt(what: str, text: str, *, empty: bool = False) -> str:
     """The text of a prompt: `text` itself, `-` for standard input, `@FILE` for that of a file, as
     curl has it. Blank lines at the end of an input are dropped, as a shell does.
 
     Raises:
-        RequestError: it is empty, cannot be read, is too large, or not UTF-8.
+        RequestError: it is empty, unless it may be, cannot be read, is too large, or not UTF-8.
     """
     if text == "-" or text.startswith("@"):
         try:
@@ -49,7 +49,7 @@ def read_prompt(what: str, text: str) -> str:
         except (OSError, ValueError) as e:
             got = e.strerror if isinstance(e, OSError) else e
             raise RequestError(f"{what} {text} must be a readable text (got: {got})") from e
-    if not text.strip():
+    if not text.strip() and not empty:
         raise RequestError(f"{what} must be a text that is not empty (got {show(text)})")
     check_utf8(what, text)
     return text

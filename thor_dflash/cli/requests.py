@@ -104,7 +104,9 @@ def read_prompt(args: Namespace, config: DecodeConfig) -> PromptOptions:
         raise ConfigError(
             "--schema must go with stop tokens, which end the answer (got decode.ignore_eos true)"
         )
-    drafts = tuple(input_files.read_prompt("--draft", text) for text in args.draft or ())
+    drafts = tuple(
+        input_files.read_prompt("--draft", text, empty=True) for text in args.draft or ()
+    )
     if drafts and config.drafter not in ("auto", "lookup"):
         raise ConfigError(f"--draft must go with --drafter auto or lookup (got {config.drafter})")
     images = input_files.read_images(getattr(args, "image", ()), args.prompt, "--prompt")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thor_dflash.runtime.decoding import lookup
 from thor_dflash.runtime.decoding.draft_chooser import DraftChoice, DraftWorth
-from thor_dflash.runtime.decoding.lookup import LookupIndex, LookupTexts
+from thor_dflash.runtime.decoding.lookup import LookupDraft, LookupIndex, LookupTexts
 from thor_dflash.runtime.decoding.suffix_automaton import NO_MATCH, SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
@@ -34,7 +34,11 @@ def test_the_match_is_the_longest_end_that_occurs_earlier(text: list[int]) -> No
             at = automaton.end(match)
             assert text[at - match.length + 1 : at + 1] == text[count - match.length : count]
             assert at < count - 1
-            assert automaton.shorter(match).length < match.length
+        while (shorter := automaton.shorter(match)).length:
+            assert shorter.length < match.length
+            match, at = shorter, automaton.end(shorter)
+            here = text[at - match.length + 1 : at + 1]
+            assert at < 0 or here == text[count - match.length : count]
 
 
 @QUICK
@@ -75,6 +79,8 @@ def test_a_periodic_output_goes_on() -> None:
     found.commit([1, 2, 3, 1, 2], None)
     [draft] = found.drafts((), 8)
     assert (draft.tokens, draft.source) == ((3, 1, 2, 3, 1, 2, 3, 1), "output")
+    [draft] = found.drafts((3,), 6)
+    assert draft.tokens == (1, 2, 3, 1, 2, 3)
 
 
 def test_forced_ids_come_before_the_draft() -> None:
@@ -112,6 +118,12 @@ def test_a_block_that_was_cut_tells_nothing_of_the_drafter() -> None:
     choice.choose((), 15, drafter=True)
     choice.learn([99])
     assert choice.worth.drafter < 12
+    draft = LookupDraft(tuple(range(15)), "session", 9, 9, "follow")
+    choice.worth.edge = 0
+    choice.worth.paired(draft, range(3), 3)
+    assert choice.worth.edge == 0, "the text could not have been longer"
+    choice.worth.paired(draft, range(3), 16)
+    assert choice.worth.edge > 0
 
 
 def test_a_place_is_kept_behind_one_token_that_differs() -> None:
@@ -119,7 +131,9 @@ def test_a_place_is_kept_behind_one_token_that_differs() -> None:
     [draft] = found.drafts((), 3)
     found.commit([3, 99], draft)
     [over] = found.drafts((), 3)
-    assert (over.tokens, over.way) == ((5, 6, 7), "over")
+    assert (over.tokens, over.way, over.match) == ((5, 6, 7), "over", 3)
+    assert found.drafts((96,), 3) == [], "an id is forced there that the text does not have"
+    found.commit([], over)
     found.commit([5, 6], over)
     followed = found.drafts((), 3)
     assert {d.tokens for d in followed} == {(7, 8)}
@@ -133,5 +147,7 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     found = index([*range(100)], [[*range(50)], [*range(100, 105)]], [[*range(200, 300)]])
     found.commit([*range(300, 400)], None)
     assert len(found) == 4 * 8 + 3
-    found.commit([101, 102], None)
-    assert [d.tokens for d in found.drafts((), 2)] == [(103, 104)], "what is not indexed is matched"
+    for token in (101, 102):
+        found.commit([token], None)
+    [draft] = found.drafts((), 2)
+    assert (draft.tokens, draft.match) == ((103, 104), 2), "what is not indexed is matched"

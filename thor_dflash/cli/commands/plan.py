@@ -68,7 +68,7 @@ def _request(args: Namespace) -> PlanRequest:
     if args.messages is not None:
         given |= _sent(*read_chat(args.messages))
     if args.draft:
-        given["drafts"] = tuple(read_prompt("--draft", text) for text in args.draft)
+        given["drafts"] = tuple(read_prompt("--draft", text, empty=True) for text in args.draft)
     images = read_images(args.image, args.prompt, "TEXT")
     if args.prompt is not None:
         given |= _asked(read_prompt("TEXT", args.prompt), images)
