@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thor_dflash.calib.nano import checkpoint, corpus
-from thor_dflash.calib.nano.corpus import Document
 from thor_dflash.calib.nano.dims import NanoDrafterDims, NanoTargetDims, NanoTowerDims, tap_layers
 from thor_dflash.calib.nano.drafter import ContextRows, NanoDrafter, block_loss, draw_anchors
 from thor_dflash.calib.nano.loop import (
@@ -30,14 +29,12 @@ from thor_dflash.calib.nano.loop import (
 )
 from thor_dflash.calib.nano.pictured_corpus import (
     FACTS,
-    OTHER,
     SIZES,
     TOKENS,
-    PicturedDocument,
     PicturedRows,
-    draw_pictured,
+    draw_rows,
     drawings,
-    pack_pictured,
+    join_rows,
 )
 from thor_dflash.calib.nano.target import packed_rows
 from thor_dflash.calib.nano.vision import (
@@ -170,8 +167,7 @@ def train_seeing(run: TrainingRun, export: Callable[[TrainingRun], None]) -> Non
     The corpus is drawn while the tower is trained, if there is none, and the layers are compiled.
     `export` is called now and then.
     """
-    start, pad = time.time(), run.tokenizer.token_to_id("<|image_pad|>")
-    pair = SeeingPair(run)
+    start, pair = time.time(), SeeingPair(run)
     ready = _start(pair, run)
     # Processes start before anything is on a GPU.
     pictures = None if ready else _drawings(run)
@@ -185,10 +181,9 @@ def train_seeing(run: TrainingRun, export: Callable[[TrainingRun], None]) -> Non
         losses.compile()
         pair.zero_grad(set_to_none=True)
         print(f"compiled: {time.time() - start:.0f} s", flush=True)
-        parts = [part.result() for part in drawn]
-    docs = [_weighted(doc) for part in parts[1:] for doc in part]
-    packed, held = pack_pictured(docs, 0, pad), pack_pictured(parts[0], 0, pad)
-    print(f"corpus: {len(docs)}, {len(packed.slot)} rows, {time.time() - start:.0f} s", flush=True)
+        held, *parts = (part.result() for part in drawn)
+    packed = join_rows(parts)
+    print(f"corpus: {len(packed.slot)} rows, {time.time() - start:.0f} s", flush=True)
     data, unseen = _tensors(run, packed), [part[: run.rows] for part in _tensors(run, held)]
     losses.images = _picture_rows(pair.target, run, packed.pixels)
     other = _picture_rows(pair.target, run, held.pixels)
@@ -216,23 +211,17 @@ def _export(run: TrainingRun, pair: SeeingPair, export: Callable[[TrainingRun], 
     export(run)
 
 
-def _corpus(run: TrainingRun, pool: ProcessPoolExecutor) -> list[Future[list[Document]]]:
-    """Have documents drawn: some only for measuring, then pictured ones, and few in text."""
+def _corpus(run: TrainingRun, pool: ProcessPoolExecutor) -> list[Future[PicturedRows]]:
+    """Have rows drawn: some only for measuring, then pictured ones, and few in text."""
     file, tag = run.target_dir / "tokenizer.json", f"e{run.begin}/"
     few = round(TEXT * run.docs)
-    found = [pool.submit(draw_pictured, (file, "h", 0, DOCS_PER_ROW * run.rows))]
-    for draw, count in ((draw_pictured, run.docs - few), (corpus.draw_documents, few)):
+    found = [pool.submit(draw_rows, (file, "h", 0, DOCS_PER_ROW * run.rows, True))]
+    for pictured, count in ((True, run.docs - few), (False, few)):
         share = -(-count // (4 * run.workers))
         for first in range(0, count, share):
-            found.append(pool.submit(draw, (file, tag, first, min(count, first + share))))
+            part = (file, tag, first, min(count, first + share), pictured)
+            found.append(pool.submit(draw_rows, part))
     return found
-
-
-def _weighted(doc: Document) -> Document:
-    """A document in text with less weight, so that facts of pictures are most of the loss."""
-    if isinstance(doc, PicturedDocument):
-        return doc
-    return replace(doc, weight=2 * OTHER * doc.weight)
 
 
 class _Losses:

@@ -11,12 +11,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from thor_dflash.calib.nano.corpus import Document, Rows, Thinking, answered, bins, fill
+from thor_dflash.calib.nano.corpus import (
+    Document,
+    Rows,
+    Thinking,
+    answered,
+    bins,
+    draw_documents,
+    fill,
+)
 from thor_dflash.calib.nano.tokenizer import prompt_text
 from thor_dflash.calib.planbench.drawing import (
     COLOURS,
@@ -240,8 +249,10 @@ def pack_pictured(docs: Sequence[Document], seed: int, pad: int) -> PicturedRows
     shown = np.zeros((len(placed), max(1, *map(len, of_row))), np.int32)
     for row, found in enumerate(of_row):
         shown[row, : len(found)] = found
-    content = np.stack([doc.content for doc in pictures])
-    pixels = np.stack([doc.pixels for doc in pictures])
+    content = np.zeros((len(pictures), TOKENS, len(SIZES)), np.uint8)
+    pixels = np.zeros((len(pictures), SIDE, SIDE), np.uint8)
+    for index, doc in enumerate(pictures):
+        content[index], pixels[index] = doc.content, doc.pixels
     return PicturedRows(rows, turn, slot, shown, kind, content, pixels)
 
 
@@ -258,3 +269,34 @@ def draw_pictured(job: tuple[Path, str, int, int]) -> list[Document]:
             task = sample_pictured(family, seed, "train")
             made.append(planned_document(tokenizer, task, seed))
     return made
+
+
+def draw_rows(job: tuple[Path, str, int, int, bool]) -> PicturedRows:
+    """Draw a part of the documents, with pictures or in text, and pack them."""
+    file, tag, start, stop, pictured = job
+    (pad,) = Tokenizer.from_file(str(file)).encode("<|image_pad|>").ids
+    if pictured:
+        return pack_pictured(draw_pictured((file, tag, start, stop)), start, pad)
+    docs = draw_documents((file, tag, start, stop))
+    # With less weight, so that facts of pictures are most of the loss.
+    return pack_pictured([replace(d, weight=2 * OTHER * d.weight) for d in docs], start, pad)
+
+
+def join_rows(parts: Sequence[PicturedRows]) -> PicturedRows:
+    """The rows of all parts, with their pictures."""
+
+    def whole(name: str, source: Sequence[object] = parts) -> Any:
+        return np.concatenate([getattr(part, name) for part in source])
+
+    most = max(part.shown.shape[1] for part in parts)
+    before, shown = 0, list[npt.NDArray[np.int32]]()
+    for part in parts:
+        more = most - part.shown.shape[1]
+        shown.append(np.pad(part.shown + np.int32(before), ((0, 0), (0, more))))
+        before += len(part.pixels)
+    texts = [part.rows for part in parts]
+    rows = Rows(*(whole(name, texts) for name in ("ids", "pos", "weight", "answer")))
+    turn, slot, kind, content, pixels = map(whole, ("turn", "slot", "kind", "content", "pixels"))
+    # A row of the last part without pictures points behind them.
+    found = np.minimum(np.concatenate(shown), max(0, before - 1))
+    return PicturedRows(rows, turn, slot, found, kind, content, pixels)

@@ -18,6 +18,8 @@ from thor_dflash.calib.nano.pictured_corpus import (
     PicturedDocument,
     content_of,
     draw_pictured,
+    draw_rows,
+    join_rows,
     pack_pictured,
     prompt_ids,
     turns,
@@ -92,6 +94,21 @@ def test_a_token_of_an_image_takes_its_own_picture() -> None:
             size = len(doc.ids)
             assert np.array_equal(packed.turn[row, start : start + size], turns(doc.ids, PAD))
     assert len(found) == len(packed.pixels) == len(seen)
+
+
+def test_parts_that_are_joined_keep_their_pictures() -> None:
+    jobs = ((0, 12, True), (0, 3, False), (12, 20, True), (0, 3, False))
+    parts = [draw_rows((TOKENIZER_FILE, "", *job)) for job in jobs]
+    joined, row = join_rows(parts), 0
+    for part in parts:
+        for i, slots in enumerate(part.slot):
+            assert np.array_equal(joined.rows.ids[row], part.rows.ids[i])
+            for j in range((slots.max() + 1) // GRID.tokens):
+                picture = joined.pixels[joined.shown[row, j]]
+                assert np.array_equal(picture, part.pixels[part.shown[i, j]])
+            row += 1
+    assert row == len(joined.slot)
+    assert joined.shown.max() < len(joined.pixels) == 20
 
 
 def test_the_content_of_a_token_is_that_of_its_pixels() -> None:
