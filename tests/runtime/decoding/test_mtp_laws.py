@@ -88,6 +88,7 @@ def test_beside_lookup_it_misses_no_row() -> None:
     got = ring(s)
     answer(s, poison, MtpDrafter())
     answer(s, ONE, alone)
+    assert not s.model.state.behind, "what it has taken in is held no more"
     np.testing.assert_allclose(got, ring(s), atol=1e-4)
     places = {tuple(before): drafts for before, drafts, _ in alone.blocks}
     found = {len(before): drafts == places[tuple(before)] for before, drafts, _ in own.blocks}
