@@ -96,6 +96,15 @@ def test_beside_lookup_it_misses_no_row() -> None:
     assert max(found) - len(ONE.prompt) > 13, "it drafted behind the text"
 
 
+def test_each_draft_is_drawn_with_the_noise_of_its_place() -> None:
+    """At this temperature the noise decides nearly alone, and the target's is the same."""
+    s, hot = mtp(), replace(ONE, sampling=SamplingConfig(temperature=100.0, seed=3))
+    answer(s, hot, MtpDrafter())
+    spec = s.report().spec
+    assert spec.accepted > 0.8 * (ONE.max_tokens - spec.cycles)
+    assert spec.accept_len > 3, "of 3 drafts and one more"
+
+
 def test_the_first_token_of_a_prompt_of_one_has_nothing_to_draft_from() -> None:
     s, one = mtp(), Request(prompt=(5,), max_tokens=8)
     assert answer(s, one, MtpDrafter()) == answer(s, one, NoDrafter())
