@@ -117,6 +117,18 @@ def test_the_file_has_every_input_and_how_it_was_made(source: Path, statistics: 
     assert list(statistics.parent.iterdir()) == [statistics]
 
 
+def test_a_layer_reads_the_rows_of_the_layer_before(source: Path, statistics: Path) -> None:
+    table = dequantised(source)["model.embed_tokens.weight"]
+    documents = [table[list(tokens)] for tokens in DOCUMENTS]
+    found = read_statistics(statistics)
+    for i in range(2):
+        sums, session = ActivationSums(), LayerSession(source, i, 30, 1)
+        documents = [np.concatenate(list(session.run(parts(d), sums))) for d in documents]
+        for name, one in sums.inputs().items():
+            np.testing.assert_allclose(found.inputs[name].energy, one.energy, rtol=1e-5)
+            assert found.inputs[name].amax == pytest.approx(one.amax, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_document_does_not_change_the_statistics_of_another(
     source: Path, statistics: Path, tmp_path: Path
