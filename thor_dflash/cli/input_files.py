@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from thor_dflash.core.bounds import IMAGE_MAGIC, MOST_IMAGE_BYTES
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
-from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
+from thor_dflash.core.strict_records import as_list, as_table, decode, read_text, unique_keys
 from thor_dflash.runtime.text.messages import chat
 
+T = TypeVar("T")
 FileFormat = Literal["jpeg", "png"]
 ImageFile = tuple[FileFormat, bytes]
 """Format and bytes of an image."""
 STDIN = 0
 """The descriptor of standard input."""
+LARGEST_REPORT = 1 << 30
+"""Maximum size of a report as JSON, bytes: ten times the profile of the longest soak with cycles of
+5 ms."""
 
 
 def read_json(path: Path, limit: int | None = None) -> object:
@@ -33,6 +37,19 @@ def read_json(path: Path, limit: int | None = None) -> object:
         raise RequestError(f"{path} must be a readable file (got: {e.strerror})") from e
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{path} must be JSON (got: {e})") from e
+
+
+def read_report(kind: type[T], path: Path, command: str) -> T:
+    """Read what a subcommand printed with --json.
+
+    Raises:
+        RequestError: as `read_json`, or the file is no such report.
+    """
+    table = as_table(value := read_json(path, LARGEST_REPORT))
+    if table is None:
+        text = f"{path} must be a JSON object, as {command} --json prints it"
+        raise RequestError(f"{text} (got {show(value)})")
+    return decode(kind, table, str(path), RequestError)
 
 
 def read_prompt(what: str, text: str, *, empty: bool = False) -> str:

@@ -10,12 +10,11 @@ from argparse import Namespace
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import thor_dflash
 from thor_dflash.cli import output_files
-from thor_dflash.cli.input_files import read_json
+from thor_dflash.cli.input_files import read_report
 from thor_dflash.cli.report.profile_page import page
 from thor_dflash.cli.report.profile_text import table
 from thor_dflash.cli.requests import read_prompt, unbounded_notes, unused_schema_notes
@@ -46,8 +45,6 @@ LONGEST = 6 * 3600
 """Maximum duration of a soak, s; every cycle and sample of it is kept."""
 DIRECTORIES = ("engine.cubins", "engine.tunings")
 """Settings that affect no time."""
-LARGEST = 1 << 30
-"""Maximum size of a profile as JSON, bytes: ten times the longest soak with cycles of 5 ms."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> None:
@@ -116,7 +113,11 @@ def _check(args: Namespace) -> Profile | None:
         if out:
             output_files.check(out, ending, option)
     _check_outputs(args)
-    return _base(args.compare) if args.compare else None
+    if not args.compare:
+        return None
+    from thor_dflash.runtime.measure.profile import Profile
+
+    return read_report(Profile, args.compare, "profile")
 
 
 def _check_outputs(args: Namespace) -> None:
@@ -141,16 +142,6 @@ def _tell(found: Profile, base: Profile | None, args: Namespace) -> None:
         if args.trace:
             with output_files.whole(args.trace) as file:
                 file.write(json.dumps(trace(found)).encode())
-
-
-def _base(path: Path) -> Profile:
-    from thor_dflash.runtime.measure.profile import Profile
-
-    table = strict_records.as_table(value := read_json(path, LARGEST))
-    if table is None:
-        text = f"{path} must be a JSON object, as profile --json prints it"
-        raise RequestError(f"{text} (got {message_text.show(value)})")
-    return strict_records.decode(Profile, table, str(path), RequestError)
 
 
 def _subject(

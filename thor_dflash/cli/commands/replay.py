@@ -17,7 +17,7 @@ from thor_dflash.calib.replay import replay_report
 from thor_dflash.calib.replay.recorded_trace import RecordedTrace, read_trace
 from thor_dflash.calib.replay.replay_report import ReplayReport, ReplaySubject, ReplayTurn
 from thor_dflash.cli import output_files
-from thor_dflash.cli.input_files import read_json
+from thor_dflash.cli.input_files import read_json, read_report
 from thor_dflash.config.tree import Config
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import ConfigError, PlanError, RequestError, ThorError
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 REUSE_MB = 4096
 """Default memory for the states of earlier turns, MiB: more than one conversation of the trace
 needs at a time."""
-LARGEST = 1 << 28
-"""Maximum size of a report as JSON, bytes."""
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:
     """Replay, and print or draw what was measured. Status 1 if turns are missing."""
     forced = _check(args)
-    base = _base(args.compare) if args.compare else None
+    base = read_report(ReplayReport, args.compare, "replay") if args.compare else None
     trace = read_trace(args.trace).first(args.conversations, args.turns)
     opened = (
         _remote(args, forced, trace) if args.url else _local(args, config, forced, trace, progress)
@@ -78,7 +76,6 @@ def _check(args: Namespace) -> float | Literal["drafter"] | None:
             raise ConfigError(f"--{option} must be at least 1 (got {count})")
     if args.html:
         output_files.check(args.html, ".html", "--html")
-    given = vars(args)
     if args.shape or args.random_weights:
         given = {
             "shape": args.shape,
@@ -130,14 +127,6 @@ def _measure(
     wall = time.perf_counter() - begun
     report = ReplayReport(subject, replay_report.totals(found, trace.turns, wall), tuple(found))
     return report, ended
-
-
-def _base(path: Path) -> ReplayReport:
-    table = strict_records.as_table(value := read_json(path, LARGEST))
-    if table is None:
-        text = f"{path} must be a JSON object, as replay --json prints it"
-        raise RequestError(f"{text} (got {show(value)})")
-    return strict_records.decode(ReplayReport, table, str(path), RequestError)
 
 
 def _assumed(forced: float | Literal["drafter"] | None) -> str:
