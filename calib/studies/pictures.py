@@ -1,6 +1,6 @@
 """planner-nano-eyes on its held-out tasks, by the picture that it is shown.
 
-python -m thor_dflash.calib.studies.pictures --models build/eyes [--limit N] [--json]
+python -m thor_dflash.calib.studies.pictures --models DIR [--engine cuda] [--limit N] [--json]
 
 Every answer is made with the drafter; the first ones also without, and must be the same. A
 transformers.json of calib.nano.reference beside the checkpoints is compared with the answers.
@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib import plan_requests
@@ -105,14 +106,14 @@ def same_tokens(own: Sequence[Sequence[int]], file: Path) -> tuple[int, int]:
     return sum(list(tokens) == want for tokens, want in both), len(both)
 
 
-def measure(models: Path, limit: int) -> dict[str, script.Table]:
+def measure(models: Path, engine: Literal["ort", "cuda"], limit: int) -> dict[str, script.Table]:
     """The tables of docs/performance."""
     progress, tasks = choose(sys.stderr), heldout_pictured(limit)
     head = ("picture", *(f"{name}, %" for name in PICTURED_FAMILIES), "all, %", "accept length")
     rows: list[Sequence[object]] = [head]
     with TemporaryDirectory() as held:
         out = Path(held) / "package"
-        build(models / "target", models / "drafter", out, BuildConfig(), Silent())
+        build(models / "target", models / "drafter", out, BuildConfig(engine=engine), Silent())
         with closing(open_session(out, EngineConfig(threads=1), Silent())) as session:
             study = PictureStudy(session, tasks)
             for shown in SHOWN:
@@ -130,9 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = script.parser(__doc__, package=False)
     parser.add_argument("--models", type=Path, required=True, help="holds target and drafter")
+    parser.add_argument("--engine", choices=("ort", "cuda"), default="ort")
     parser.add_argument("--limit", type=script.count, default=TASKS, help="first so many tasks")
     args = parser.parse_args(argv)
-    script.show(measure(args.models, args.limit).items(), as_json=args.json)
+    if args.limit <= (few := len(PICTURED_FAMILIES)):
+        parser.error(f"--limit must be greater than {few}, the families (got {args.limit})")
+    script.show(measure(args.models, args.engine, args.limit).items(), as_json=args.json)
 
 
 if __name__ == "__main__":

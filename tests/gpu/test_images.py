@@ -12,6 +12,7 @@ import pytest
 from support.engine_pair import DRAFTER, SEEING, opened, packages
 from support.loop_models import answer, erring
 
+from thor_dflash.calib.studies.pictures import measure
 from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
@@ -85,3 +86,10 @@ def test_a_turn_reused_gives_what_an_empty_session_gives(root: Path, session: Se
             fresh = replace(request, images=replace(request.images, encoded={}, encode_ms={}))
             got = answer(session, request, DflashDrafter())
             assert got == answer(empty, fresh, DflashDrafter())
+
+
+def test_a_planner_with_eyes_needs_its_own_picture() -> None:
+    _, *rows = measure(Path("models/planner-nano-eyes"), "cuda", 30)["pictures"]
+    own, *others = (float(str(row[-2])) for row in rows)
+    assert own >= 95
+    assert max(others) <= 60
