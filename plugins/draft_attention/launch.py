@@ -175,14 +175,18 @@ def _owners(site: CallSite) -> int:
 
 
 def _rule(site: CallSite, device: Device) -> Choice:
-    # One block per multiprocessor: more stretches would only mean more merging.
-    return {"splits": min(STRETCHES, max(2, device.multiprocessors // _owners(site)))}
+    """The fewest stretches with the least time, in stretches per multiprocessor and round."""
+
+    def cost(splits: int) -> float:
+        return -(-_owners(site) * splits // device.multiprocessors) / splits
+
+    return {"splits": min(range(2, STRETCHES + 1), key=cost)}
 
 
 def candidates(site: CallSite, device: Device, active: ActiveClusters | None) -> tuple[Choice, ...]:
     """Returns the `Candidates` of a call: stretches of the context."""
     rule = _rule(site, device)
-    every = ({"splits": count} for count in (2, 4, 6, STRETCHES))
+    every = ({"splits": count} for count in (2, 3, 4, 5, 6, STRETCHES))
     return (rule, *(choice for choice in every if choice != rule))
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from emulator.runner import Emulator
 from support.coverings import pairwise
-from support.kernel_runner import call_of, launch, run, slabs
+from support.kernel_runner import call_of, launch, rule_of, run, site_of, slabs
 from support.op_cases import OpCase
 from support.received_loads import received
+from support.sites_27b import sites
 from support.slab_outputs import leaving
 
 from thor_dflash.core.tensors import Array, DType
@@ -32,6 +33,19 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 
 # ---- draft_attention ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("multiprocessors", "stretches"), [(16, 2), (20, 5), (24, 3), (114, 7), (132, 8)]
+)
+def test_a_full_model_shares_the_context_evenly(multiprocessors: int, stretches: int) -> None:
+    """Sixteen groups of rows; on 24 multiprocessors, 32 blocks leave a third of a round idle."""
+    device = Device((9, 0), multiprocessors)
+    for _, attributes, inputs in sites("draft_attention"):
+        (one,) = rule_of(DRAFT_ATTENTION).launches(
+            site_of(DRAFT_ATTENTION, attributes, inputs), device
+        )
+        assert one.grid == (stretches, 16, 1)
+
+
 def block(
     rows: int,
     heads: int,
