@@ -70,13 +70,18 @@ def read_mtp(directory: Path, drafts: int) -> MtpCheckpoint:
     check_directory(directory)
     config = Fields.read(directory / "config.json")
     text = text_section(config)
-    text.expect("mtp_num_hidden_layers", 1)
+    text.expect("mtp_num_hidden_layers", 0, 1)
     text.expect("mtp_use_dedicated_embeddings", False)
     dims = target_dims(config)
     shards = Shards.open(directory)
     others = [name for name in shards if not name.startswith(PREFIX)]
-    if len(others) == len(list(shards)):
-        raise CheckpointError(f"{directory} must hold tensors {PREFIX}* for drafter mtp (got none)")
+    none = text.get("mtp_num_hidden_layers") == 0
+    if none or len(others) == len(list(shards)):
+        raise CheckpointError(
+            f"{directory} must hold an MTP layer for --drafter mtp (got "
+            f"{'mtp_num_hidden_layers 0' if none else f'no tensor {PREFIX}*'}); name the directory "
+            "of a DFlash drafter, or leave --drafter out to decode plainly"
+        )
     linears = check(shards, mtp_layout(dims), lambda name: PREFIX + name, besides=others)
     return MtpCheckpoint(directory, mtp_dims(dims, drafts), shards, linears)
 

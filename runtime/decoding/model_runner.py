@@ -8,6 +8,7 @@ from threading import RLock
 
 import numpy as np
 
+from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.core.tensors import Array, TensorSpec
 from thor_dflash.package.manifest import (
     CHUNK_STEPS,
@@ -61,6 +62,7 @@ class ModelRunner:
         block: int,
         chunks: tuple[int, ...] = (),
         reuse: int = 0,
+        progress: Progress | None = None,
     ) -> None:
         """`reuse`: memory for the states of earlier turns, bytes."""
         self.engine = engine
@@ -79,15 +81,7 @@ class ModelRunner:
         changed after it.
         """
         drafter = manifest.drafter
-        names = self._steps()
-        self.graphs: dict[str, Graph] = {
-            self.sized(name, chunk): engine.load(manifest.graph(name, block, chunk))
-            for chunk in self.chunks
-            for name in names
-        }
-        for patches in manifest.image_patches:
-            name = encoder_name(patches)
-            self.graphs[name] = engine.load(name)
+        self.graphs = self._load(progress or Silent())
         widest = manifest.widest_chunk
         dims = {"cache_rows": cache_rows(capacity, manifest.block, widest)}
         for i, layer in enumerate(drafter.layers if drafter else ()):
@@ -125,6 +119,21 @@ class ModelRunner:
     def wide(self) -> bool:
         """A block has rows behind those of a DFlash drafter."""
         return not self.chained and 0 < self.drafts < self.block - 1
+
+    def _load(self, progress: Progress) -> dict[str, Graph]:
+        """Load the graphs that are needed from the start: step -> graph."""
+        files = {
+            self.sized(step, chunk): self.manifest.graph(step, self.block, chunk)
+            for chunk in self.chunks
+            for step in self._steps()
+        }
+        files |= {name: name for name in map(encoder_name, self.manifest.image_patches)}
+        graphs: dict[str, Graph] = {}
+        with progress.task("loading graphs", len(files), "graphs") as task:
+            for step, file in files.items():
+                graphs[step] = self.engine.load(file)
+                task.advance(1)
+        return graphs
 
     def _steps(self) -> list[str]:
         """The graphs that are loaded at once."""

@@ -119,7 +119,7 @@ def tune(
     record = file.read()
     if record is None or record.power != file.power:
         record = file.empty()
-    file.write(record)  # a directory that cannot keep it is refused now
+    file.write(record)  # refuses a directory that cannot keep it before minutes of compiling
     known = {} if again else record.launches
     timer = ChainTimer(bench)
     with progress.task("looking for candidates"):

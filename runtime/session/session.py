@@ -335,8 +335,7 @@ def open_session(
                     check(PackageText(found, tokenizer, capacity))
                 engine = _ENGINES[found.engine](package, config, progress)
                 stack.callback(engine.close)
-                with progress.task("loading graphs"):
-                    model = ModelRunner(engine, found, capacity, block, sizes, reuse)
+                model = ModelRunner(engine, found, capacity, block, sizes, reuse, progress)
             if package_manifest.read(package) != found:
                 # What was loaded may be of either: files were opened one by one, by their names.
                 raise PackageError(

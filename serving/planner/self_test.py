@@ -6,11 +6,13 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from thor_dflash.core.errors import ModelFault
 from thor_dflash.core.model_dims import PATCH
+from thor_dflash.core.progress import Progress
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation
 from thor_dflash.runtime.vision.picture import Picture
@@ -19,7 +21,7 @@ from thor_dflash.serving.planner.latency_model import LatencyModel
 
 QUESTION = "Self-test: put the cup on the table, then bring the plate to the kitchen."
 TOKENS = 48
-"""Tokens decoded three times: at least three blocks, about a second on a Thor."""
+"""Tokens decoded four times: at least three blocks, about a second on a Thor."""
 ANSWER = 8
 """Tokens of the answer under a schema."""
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -61,7 +63,11 @@ def tower_ms(session: Session) -> dict[int, float]:
 
 
 def run(
-    session: Session, prompt: tuple[int, ...], model: Callable[[], LatencyModel], idle_s: float
+    session: Session,
+    prompt: tuple[int, ...],
+    model: Callable[[], LatencyModel],
+    idle_s: float,
+    progress: Progress,
 ) -> tuple[LatencyModel, str]:
     """Decode the prompt plainly, from lookup drafts, twice with the drafter, and under a schema.
     Return the latency model with the cycles of the drafter, and the SHA-256 of the tokens.
@@ -78,24 +84,30 @@ def run(
     drafted = Request(prompt=prompt, max_tokens=count, drafter=session.drafter)
     named = Conversation(session="self-test")  # the plain answer is kept, to be looked up
     first = replace(drafted, drafter="none", conversation=named)
-    plain = _decode(session, first, rates := model(), idle_s)
-    for request in (replace(first, drafter="auto"), drafted, drafted):
-        if _decode(session, request, rates := model(), idle_s) != plain:
-            raise ModelFault(
-                "the self-test must decode the same tokens with and without the drafter "
-                "(got others): the package or the machine is damaged"
-            )
-    session.answers.drop(named.key)
-    if stop:
-        # The first grammar masks of a process take a hundred times as long as later ones.
-        grammar = session.grammar(SCHEMA)
-        answer = replace(drafted, grammar=grammar, stop=stop, max_tokens=ANSWER)
-        _decode(session, answer, rates, idle_s)
+    with progress.task("self-test", 4 * count, "tokens") as task:
+        decode = partial(_decode, session, idle_s, task.advance)
+        plain = decode(first, rates := model())
+        for request in (replace(first, drafter="auto"), drafted, drafted):
+            if decode(request, rates := model()) != plain:
+                raise ModelFault(
+                    "the self-test must decode the same tokens with and without the drafter "
+                    "(got others): the package or the machine is damaged"
+                )
+        session.answers.drop(named.key)
+        if stop:
+            # The first grammar masks of a process take a hundred times as long as later ones.
+            grammar = session.grammar(SCHEMA)
+            answer = replace(drafted, grammar=grammar, stop=stop, max_tokens=ANSWER)
+            _decode(session, idle_s, lambda tokens: None, answer, rates)
     return rates, hashlib.sha256(repr(plain).encode()).hexdigest()
 
 
 def _decode(
-    session: Session, request: Request, rates: LatencyModel, idle_s: float
+    session: Session,
+    idle_s: float,
+    advance: Callable[[int], None],
+    request: Request,
+    rates: LatencyModel,
 ) -> tuple[int, ...]:
     tokens: list[int] = []
     last = time.perf_counter()
@@ -103,6 +115,7 @@ def _decode(
         now = time.perf_counter()
         ms = 1e3 * (now - last + idle_s)
         tokens += chunk.tokens
+        advance(len(chunk.tokens))
         if chunk.prompt_done:
             rates.step(ms, chunk.prompt_rows)
         else:

@@ -14,6 +14,7 @@ from thor_dflash.config.decode import NO_BUDGET, TEMPLATE_EFFORTS, BudgetConfig,
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
 from thor_dflash.core.message_text import show
+from thor_dflash.core.progress import Progress, Silent
 from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
 from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
@@ -67,6 +68,7 @@ class SessionBackend:
         config: ServeConfig,
         log: Callable[[str], None] = print,
         store: PrefixStore | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Take over a session and, if prefixes can be persisted, the directory that stores them.
 
@@ -80,6 +82,7 @@ class SessionBackend:
         self.tokenizer: Tokenizer = session.tokenizer
         self.config = config
         self._log = log
+        self._progress = progress or Silent()
         self._store = store
         self._skipped: tuple[str, ...] = ()
         own = session.manifest.own_drafter
@@ -130,12 +133,13 @@ class SessionBackend:
         prompt = self_test.prompt_of(self.session)
         self._check_default()
         limit, idle = self.config.cancel_ms, 1e3 * self._idle_s
-        worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
-        towers = self_test.tower_ms(self.session)
-        worst = max([worst, *(idle + ms for ms in towers.values())])
-        startup_checks.check_watchdog(self.config.watchdog_s, worst)
-        startup_checks.check_reuse(self.config.reuse_mb, self.session.turns)
-        usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
+        with self._progress.task("measuring prefill steps"):
+            worst = choose_chunk(model, self.session.choice, limit, self._log, idle_ms=idle)
+            towers = self_test.tower_ms(self.session)
+            worst = max([worst, *(idle + ms for ms in towers.values())])
+            startup_checks.check_watchdog(self.config.watchdog_s, worst)
+            startup_checks.check_reuse(self.config.reuse_mb, self.session.turns)
+            usual = [(idle + step_ms(model, rows, 0), rows) for rows in model.step_sizes]
 
         def latency_model() -> LatencyModel:
             rates = LatencyModel(step_sizes=model.step_sizes, worst_step_ms=worst)
@@ -145,7 +149,9 @@ class SessionBackend:
                 rates.encoded(idle + ms, patches)
             return rates
 
-        self._rates, self._golden = self_test.run(self.session, prompt, latency_model, self._idle_s)
+        self._rates, self._golden = self_test.run(
+            self.session, prompt, latency_model, self._idle_s, self._progress
+        )
         self._about = self._described()
         if self._store is not None:
             self._skipped = tuple(self._store.load(self.session.prefixes))

@@ -67,10 +67,13 @@ def test_a_layer_that_is_not_whole_is_refused(
 
 
 def test_a_checkpoint_without_it_or_with_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"must hold tensors mtp"):
-        read_mtp(write_target(tmp_path / "none", GEOMETRIES["0.8b"], 3), 3)
+    bare = write_target(tmp_path / "none", GEOMETRIES["0.8b"], 3)
+    with pytest.raises(CheckpointError, match=r"--drafter mtp \(got no tensor mtp\.\*\)"):
+        read_mtp(bare, 3)
+    with pytest.raises(CheckpointError, match=r"--drafter mtp \(got mtp_num_hidden_layers 0\)"):
+        read_mtp(edit(bare, ("mtp_num_hidden_layers", 0)), 3)
     target = write_target(tmp_path / "two", WHOLE, 3)
-    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers"):
+    with pytest.raises(CheckpointError, match=r"absent or 0 or 1 \(got 2\)"):
         read_mtp(edit(target, ("text_config.mtp_num_hidden_layers", 2)), 3)
 
 

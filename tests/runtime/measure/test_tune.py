@@ -170,19 +170,16 @@ def test_a_record_that_is_not_of_this_device_is_refused(
 
 @pytest.mark.parametrize("edit", [{"parts": 10**9}, {"parts": 0}, {"clusters": -1}, {"other": 1}])
 def test_choices_that_were_edited_are_refused(
-    edit: dict[str, int],
-    made: Path,
-    device: FakeCuda,
-    config: EngineConfig,
-    records: dict[str, Tuning],
+    edit: dict[str, int], device: FakeCuda, config: EngineConfig, records: dict[str, Tuning]
 ) -> None:
     path = put(records["slow"], config)
     record = json.loads(path.read_text())
     launch = next(x for x in record["launches"].values() if "down_proj" in x["name"])
     launch["candidates"][launch["chosen"]]["choice"].update(edit)
     path.write_text(json.dumps(record))
-    with pytest.raises(EngineError, match="sha256"), opened(made, config):
-        pass
+    # No engine is opened: one that took the choice would cut a launch into 10**9 parts.
+    with closing(Driver()) as driver, pytest.raises(EngineError, match="sha256"):
+        tuning_file(config.tunings_directory, driver.info, "").read()
 
 
 def test_another_device_has_another_record(
@@ -303,13 +300,15 @@ def test_a_package_of_another_engine_is_refused(
         tune_package(made, config, Silent())
 
 
-def test_a_directory_that_cannot_keep_a_record_is_refused_before_anything_is_measured(
-    made: Path, device: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("directory", ["file/in", "/proc/self"])
+def test_a_directory_that_cannot_keep_a_record_is_refused_before_anything_is_compiled(
+    directory: str, made: Path, device: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(ChainTimer, "sample")
+    """No directory can be made below a file, and not even root can make a file in /proc."""
+    monkeypatch.delattr(tuning, "_compiled")
     (tmp_path / "file").touch()
     with pytest.raises(EngineError, match="engine.tunings must be a directory"):
-        tune_package(made, EngineConfig(tunings=str(tmp_path / "file" / "in")), Silent())
+        tune_package(made, EngineConfig(tunings=str(tmp_path / directory)), Silent())
 
 
 def test_a_directory_that_cannot_be_searched_is_refused(made: Path, device: FakeCuda) -> None:

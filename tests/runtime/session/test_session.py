@@ -15,7 +15,7 @@ from thor_dflash.builders.build import build
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.errors import ConfigError, ModelFault, PackageError, RequestError
-from thor_dflash.core.progress import Silent
+from thor_dflash.core.progress import ProgressTask, Silent
 from thor_dflash.package import manifest
 from thor_dflash.plugins.accept import Record
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
@@ -113,6 +113,29 @@ def test_a_damaged_weight_is_found_when_all_is_loaded_and_the_engine_is_given_ba
     with pytest.raises(ConfigError, match=r"engine.chunk must be"):
         open_session(path, EngineConfig(chunk=7), Silent())
     assert len(closed) == 1
+
+
+def test_each_graph_that_is_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime takes up to a minute for those of a large model."""
+    events: list[str] = []
+
+    class Recorder(Silent):
+        def task(self, label: str, total: int | None = None, unit: str = "") -> ProgressTask:
+            shown = f"of {total} {unit}" if label == "loading graphs" else label
+            return ProgressTask(lambda done, state: events.append(f"{state} {done} {shown}"))
+
+    loaded = session().model.engine
+    assert isinstance(loaded, OrtEngine)
+    monkeypatch.setattr(
+        OrtEngine, "_load", lambda _, name: events.append(name) or loaded.load(name)
+    )
+    names = list(open_session(loaded.package, EngineConfig(), Recorder()).model.graphs)
+    begin = events.index(names[0])
+    of = f"of {len(names)} graphs"
+    reports = [(name, f"running {i} {of}") for i, name in enumerate(names, 1)]
+    assert events[begin : begin + 2 * len(names) + 1] == [
+        *(event for pair in reports for event in pair), f"done {len(names)} {of}"
+    ]  # fmt: skip
 
 
 def test_a_package_that_is_replaced_while_it_is_loaded_is_refused(

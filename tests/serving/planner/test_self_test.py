@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, ModelFault
+from thor_dflash.core.progress import Lines
 from thor_dflash.runtime.session import Request, Session
-from thor_dflash.serving.planner import session_backend
+from thor_dflash.serving.planner import self_test, session_backend
 from thor_dflash.serving.planner.session_backend import SessionBackend
 
 CONFIG = ServeConfig(thinking_budget=24, max_tokens=40)
@@ -23,8 +26,11 @@ def backend(session: Session) -> SessionBackend:
     return SessionBackend(session, CONFIG)
 
 
-def test_the_self_test_measures_and_signs(backend: SessionBackend) -> None:
+def test_the_self_test_measures_and_signs(session: Session) -> None:
+    out = io.StringIO()
+    backend = SessionBackend(session, CONFIG, progress=Lines(out, count().__next__))
     backend.warm()
+    assert f"self-test done: {4 * self_test.TOKENS} tokens" in out.getvalue()
     first = backend.about.golden_sha256
     assert first
     assert backend.rates.cycle_ms > 0

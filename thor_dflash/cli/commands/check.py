@@ -114,7 +114,7 @@ def _reference(
     if args.reference is None:
         return None
     if args.reference == ORT:
-        path, other = args.package, _graphs(args.package, config)
+        path, other = args.package, _graphs(args.package, config, progress)
     else:
         path = Path(args.reference)
         other = _other(path, config, progress)
@@ -136,7 +136,7 @@ def _other(package: Path, config: EngineConfig, progress: Progress) -> Session:
         raise ConfigError(f"{package}: {e}") from e
 
 
-def _graphs(package: Path, config: EngineConfig) -> Session:
+def _graphs(package: Path, config: EngineConfig, progress: Progress) -> Session:
     """The package's own graphs on ONNX Runtime, whatever engine it was built for."""
     from thor_dflash.core.extras import extra
     from thor_dflash.runtime.decoding.model_runner import ModelRunner
@@ -149,7 +149,8 @@ def _graphs(package: Path, config: EngineConfig) -> Session:
     capacity, block = config.capacity or found.capacity, config.block or found.block
     engine = OrtEngine(package, config.threads)
     own = replace(found, engine="ort")
-    return Session(ModelRunner(engine, own, capacity, block, (config.chunk or found.chunk,)), None)
+    chunks = (config.chunk or found.chunk,)
+    return Session(ModelRunner(engine, own, capacity, block, chunks, progress=progress), None)
 
 
 def lines(report: CheckReport) -> Iterator[str]:

@@ -178,8 +178,7 @@ def _load(
         _tune(args.package, config.engine, log)
         reuse = 0 if config.serve.reuse == "off" else config.serve.reuse_mb << 20
         session = open_session(args.package, config.engine, progress, choose=True, reuse=reuse)
-        progress.close()
-        return SessionBackend(session, config.serve, log, prefix_store)
+        return SessionBackend(session, config.serve, log, prefix_store, progress)
     except BaseException:
         if prefix_store is not None:
             prefix_store.close()
