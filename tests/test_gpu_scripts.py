@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,17 @@ shapes.TARGETS["qwen3.6-27b"], shapes.DRAFTERS["qwen3.6-27b"] = small_27b()
 sys.exit(main(sys.argv[1:]))
 """
 """The command line."""
+TWO_PROCESSES = """
+import mmap, os, sys, time
+child = os.fork()
+if child:  # it maps a file, the other one has as many bytes of its own
+    kept = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 0, prot=mmap.PROT_READ)
+    sum(kept[::4096])
+else:
+    kept = b"x" * (64 << 20)
+time.sleep(0.6)
+child and os.wait()
+"""
 
 
 def small_27b() -> tuple[Any, Any]:
@@ -83,6 +96,19 @@ def test_a_rehearsal(
     assert figures["gpu", "same bytes"] is False, "nothing was computed"
     assert figures["generate", "output tokens"] == 64
     assert figures["ready", "from process start to ready, s"] > 0
+
+
+def test_the_memory_of_a_command_is_that_of_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, size = import_module("gpu.rehearse"), 64 << 20
+    (tmp_path / "file").write_bytes(bytes(size))
+    monkeypatch.setattr(script, "COMMAND", [sys.executable, "-c", TWO_PROCESSES])
+    run = script.Rehearsal(SimpleNamespace(work=tmp_path), time.monotonic() + 60)
+    found = run.run(tmp_path / "file")
+    assert found.status == 0
+    assert size < found.anonymous < 1.8 * size
+    assert 2 * size < found.peak < 3 * size
 
 
 def test_the_tuning_of_a_server(

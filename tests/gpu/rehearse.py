@@ -19,12 +19,14 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ STARTING = 0.5
 PROBE = 2 << 30
 """Bytes written and read to measure the disk."""
 PIECE = 1 << 24
+LOOK = 0.1
+"""Seconds from one look at the memory of a command to the next."""
 AGAIN = 3
 """Exit status: the same command continues."""
 
@@ -51,7 +55,11 @@ class Child:
 
     seconds: float
     peak: int
-    """Resident memory, bytes."""
+    """Most resident memory of its processes together, bytes, as LOOK finds it; a page that several
+    hold counts once.
+    """
+    anonymous: int
+    """The same without pages of files, which the system can take back."""
     status: int
 
 
@@ -88,19 +96,23 @@ class Rehearsal:
         with (self.args.work / "stdout").open("wb") as printed:
             command = [*COMMAND, *map(str, arguments)]
             process = subprocess.Popen(command, cwd=ROOT, stdout=printed)
-        ended, usage, status = 0, None, 0
+        ended, status, peak, anonymous, look = 0, 0, 0, 0, start
         while not ended and time.monotonic() - start < wait:
-            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if time.monotonic() >= look:
+                together = [memory(pid) for pid in family(process.pid)]
+                peak = max(peak, sum(every for every, _ in together))
+                anonymous = max(anonymous, sum(own for _, own in together))
+                look = time.monotonic() + LOOK
+            ended, status = os.waitpid(process.pid, os.WNOHANG)
             time.sleep(0.02)
         if not ended:
             out_of_time = wait == left
             process.send_signal(signal.SIGINT if out_of_time else signal.SIGKILL)
-            _, status, usage = os.wait4(process.pid, 0)
+            _, status = os.waitpid(process.pid, 0)
             if out_of_time:
                 raise OutOfTime
         process.returncode = os.waitstatus_to_exitcode(status)
-        assert usage is not None
-        return Child(time.monotonic() - start, usage.ru_maxrss << 10, process.returncode)
+        return Child(time.monotonic() - start, peak, anonymous, process.returncode)
 
     def must(self, *arguments: str | Path) -> dict[str, Any]:
         """Run a command that must succeed; return its figures, of all its runs if it was
@@ -117,7 +129,10 @@ class Rehearsal:
         if made.status:
             sys.exit(f"{arguments[0]} ended with {made.status}")
         self.done["interrupted"].pop(key, None)
-        return {"seconds": round(before + made.seconds, 2), "peak_bytes": made.peak}
+        return {
+            "seconds": round(before + made.seconds, 2), "peak_bytes": made.peak,
+            "peak_without_files_bytes": made.anonymous,
+        }  # fmt: skip
 
     # ---- parts
     def disk(self) -> None:
@@ -263,7 +278,7 @@ def shown(name: str, value: Any) -> list[Any]:
     if isinstance(value, list):
         return [f"{name}, s", ", ".join(map(str, value))]
     if name.endswith("bytes") and type(value) is int:
-        kind = name.removesuffix("bytes").removesuffix("_") or "size"
+        kind = name.removesuffix("bytes").removesuffix("_").replace("_", " ") or "size"
         return [f"{kind}, GB", round(value / 1e9, 2)]
     return [name.replace("gb_s", "GB/s").replace("tok_s", "tok/s").replace("_", " "), value]
 
@@ -273,6 +288,31 @@ PARTS: dict[str, Callable[[Rehearsal], None]] = {
     "kills": Rehearsal.kills, "gpu": Rehearsal.gpu, "build": Rehearsal.build,
     "ready": Rehearsal.ready, "generate": Rehearsal.generate, "report": Rehearsal.report,
 }  # fmt: skip
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and how many of them are no file's; pages that it shares with
+    others are divided among them.
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it has ended
+        return 0, 0
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
+    return sizes["Pss"], sizes["Pss"] - sizes["Pss_File"]
 
 
 def size_of(directory: Path) -> int:
