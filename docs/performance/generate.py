@@ -92,6 +92,34 @@ def figures(kind: str, pattern: str) -> Callable[[], str]:
     return write
 
 
+def device(result: Result) -> str:
+    """The GPU of a result, and how many multiprocessors of it were tuned."""
+    tuned = result["data"]["tuning"][1][0] if "tuning" in result["data"] else ""
+    count = re.search(r", (\d+ SMs)", tuned)
+    word: str = result["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+    return f"{word}, {count[1]}" if count else word
+
+
+def beside(pattern: str, *kinds: str) -> Callable[[], str]:
+    """A table of the figures of several kinds whose names match; of each the last result."""
+
+    def write() -> str:
+        found = [one[-1] for one in map(results, kinds) if one]
+        if not found:
+            return NOTHING
+        named = [{row["name"]: row for row in reversed(one["data"])} for one in found]
+        # The name of the first row, the read rate, is the device's.
+        rates = [one["data"][0]["value"] for one in found]
+        table: Table = [["", "unit", *map(device, found)], ["read rate", "GB/s", *rates]]
+        for name, row in reversed(named[0].items()):
+            if re.search(pattern, name):
+                cells = [each[name]["value"] if name in each else "" for each in named]
+                table.append([name, row["unit"], *cells])
+        return markdown(table)
+
+    return write
+
+
 def section(kind: str, pattern: str, *, named: bool = False) -> Callable[[], str]:
     """A table of the figures of the sections that match, as they were recorded, with the names of
     the sections if wanted.
@@ -164,6 +192,22 @@ def table(kind: str, name: str) -> Callable[[], str]:
     return write
 
 
+def stacked(name: str, *kinds: str) -> Callable[[], str]:
+    """The tables of several kinds as one, with the device in front if they do not name it."""
+
+    def write() -> str:
+        found = [one for kind in kinds for one in results(kind) if name in one["data"]]
+        if not found:
+            return NOTHING
+        head = found[0]["data"][name][0]
+        if head[0] == "device":
+            return markdown([head, *(row for one in found for row in one["data"][name][1:])])
+        rows = [[device(one), *row] for one in found for row in one["data"][name][1:]]
+        return markdown([["device", *head], *rows])
+
+    return write
+
+
 def table_bars(kind: str, name: str, column: int, unit: str) -> Callable[[], str]:
     """A figure of one column of a recorded table."""
 
@@ -210,9 +254,15 @@ def sources(*kinds: str) -> Callable[[], str]:
     return write
 
 
+TWO = (
+    r"^(linears of a verify, share|the same linears|verify: (linear|head)|gdn of a verify|"
+    r"verify at|cycle at|prefill of|host time)"
+)
+TUNED = ("tune", "planted", "part", "h200-tune", "h200-planted", "h200-part")
 KINDS = r"^(layers\.|in_proj|out_proj|gate_up|down_proj|qkv|o_proj|head)"
 PARTS: dict[str, Callable[[], str]] = {
     "verify": figures("bench", r"^(verify at|cycle at|plain step)"),
+    "verify devices": beside(TWO, "bench", "h200-bench-1", "h200-bench-2"),
     "verify figure": figure_bars("bench", r": (verify|cycle)$"),
     "dflash2": table("dflash2", "cycles"),
     "dflash2 figure": row_bars("dflash2", "cycles", "propose", "ms"),
@@ -297,19 +347,20 @@ PARTS: dict[str, Callable[[], str]] = {
     "agent thor": section("agent-whole", "^predicted"),
     "agent overhead": table("turn-overhead", "turn overhead"),
     "agent sources": sources("agent-whole", "agent-1", "agent-2", "turn-overhead"),
-    "tuning": table("tune", "tuning"),
-    "tuning steps": table("tune", "steps"),
-    "tuning changed": table("tune", "changed"),
-    "tuning twice": table("tune", "tuned twice"),
+    "tuning": stacked("tuning", "tune", "h200-tune"),
+    "tuning steps": stacked("steps", "tune", "h200-tune"),
+    "tuning changed": stacked("changed", "tune", "h200-tune"),
+    "tuning twice": stacked("tuned twice", "tune", "h200-tune"),
     "tuning figure": table_bars("planted", "planted", 3, "us"),
-    "tuning planted": table("planted", "planted"),
-    "tuning parts": table("part", "tuning"),
-    "tuning parts steps": table("part", "steps"),
-    "tuning parts changed": table("part", "changed"),
+    "tuning planted": stacked("planted", "planted", "h200-planted"),
+    "tuning parts": stacked("tuning", "part", "h200-part"),
+    "tuning parts steps": stacked("steps", "part", "h200-part"),
+    "tuning parts changed": stacked("changed", "part", "h200-part"),
     "tuning serve": table("serve-tuning", "serve"),
     "tuning named": table("serve-tuning", "named"),
-    "tuning sources": sources("tune", "planted", "part", "serve-tuning"),
+    "tuning sources": sources(*TUNED, "serve-tuning"),
     "bench sources": sources("bench"),
+    "verify sources": sources("bench", "h200-bench"),
     "attention sources": sources("bench", "contexts"),
     "prefill sources": sources("bench", "prompts"),
     "host sources": sources("bench", "schema-cycles", "host-processors"),
