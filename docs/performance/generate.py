@@ -208,6 +208,26 @@ def stacked(name: str, *kinds: str) -> Callable[[], str]:
     return write
 
 
+def abreast(name: str, same: int, *kinds: str) -> Callable[[], str]:
+    """The tables of several kinds side by side, joined by their first `same` columns."""
+
+    def write() -> str:
+        found = [one for kind in kinds for one in results(kind) if name in one["data"]]
+        if not found:
+            return NOTHING
+        head = found[0]["data"][name][0]
+        table: Table = [head[:same]]
+        rows: dict[tuple[Any, ...], list[Any]] = {}
+        for one in found:
+            table[0] += [f"{device(one).partition(',')[0]}: {column}" for column in head[same:]]
+            for row in one["data"][name][1:]:
+                cells = rows.setdefault(tuple(row[:same]), row[:same])
+                cells += [""] * (len(table[0]) - len(head) + same - len(cells)) + row[same:]
+        return markdown(table + list(rows.values()))
+
+    return write
+
+
 def table_bars(kind: str, name: str, column: int, unit: str) -> Callable[[], str]:
     """A figure of one column of a recorded table."""
 
@@ -348,11 +368,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "agent overhead": table("turn-overhead", "turn overhead"),
     "agent sources": sources("agent-whole", "agent-1", "agent-2", "turn-overhead"),
     "tuning": stacked("tuning", "tune", "h200-tune"),
-    "tuning steps": stacked("steps", "tune", "h200-tune"),
+    "tuning steps": abreast("steps", 1, "tune", "h200-tune"),
     "tuning changed": stacked("changed", "tune", "h200-tune"),
     "tuning twice": stacked("tuned twice", "tune", "h200-tune"),
     "tuning figure": table_bars("planted", "planted", 3, "us"),
-    "tuning planted": stacked("planted", "planted", "h200-planted"),
+    "tuning planted": abreast("planted", 2, "planted", "h200-planted"),
     "tuning parts": stacked("tuning", "part", "h200-part"),
     "tuning parts steps": stacked("steps", "part", "h200-part"),
     "tuning parts changed": stacked("changed", "part", "h200-part"),
