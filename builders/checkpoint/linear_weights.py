@@ -61,6 +61,11 @@ class Linear:
         """Names of all stored tensors that belong to this linear."""
         return {self.codes, self.block_scale, self.scale, *self.passed_over} - {""}
 
+    def shape(self, shards: Shards) -> tuple[int, int]:
+        """[N, K], the numbers of outputs and inputs."""
+        rows, columns = shards.entry(self.codes).shape
+        return rows, columns * (2 if self.block_scale else 1)  # a byte holds two NVFP4 codes
+
 
 def locate(shards: Shards, stem: str, name: str, shape: tuple[int, int]) -> Linear:
     """Find the linear `stem` (its stored name without `.weight`) of `shape` [N, K].

@@ -120,10 +120,8 @@ class LinearRows:
 
         Raises: CheckpointError if a scale is not a positive finite number.
         """
-        rows, columns = reader.shards.entry(linear.codes).shape
-        columns *= 2 if linear.block_scale else 1
         scale = load(reader.shards, linear).row_scale if linear.scale else None
-        return cls(reader, linear, (rows, columns), scale)
+        return cls(reader, linear, linear.shape(reader.shards), scale)
 
     @property
     def kind(self) -> WeightFormat:

@@ -102,7 +102,7 @@ def make_plan(
     _check_columns(shards, linears, kinds)
     if statistics is not None and isinstance(source, TargetCheckpoint):
         changed = (n for n, kind in kinds.items() if kind and kind is not WeightFormat.BF16)
-        statistics.check(source, {input_of(n): _shape(shards, linears[n])[1] for n in changed})
+        statistics.check(source, {input_of(n): linears[n].shape(shards)[1] for n in changed})
     cache, scalars = cache_scales(source, config, statistics)
     parts = {part for name, one in linears.items() if kinds[name] for part in one.parts}
     codes = {one.codes for one in linears.values()}
@@ -190,7 +190,7 @@ def _check_columns(
     shards: Shards, linears: Mapping[str, Linear], kinds: Mapping[str, WeightFormat | None]
 ) -> None:
     for name, one in linears.items():
-        columns = _shape(shards, one)[1]
+        columns = one.shape(shards)[1]
         if kinds[name] is WeightFormat.NVFP4 and columns % NVFP4_GROUP:
             raise CheckpointError(
                 f"{shards.placed(one.codes)} must have a multiple of {NVFP4_GROUP} columns for "
@@ -200,11 +200,6 @@ def _check_columns(
 
 def _stem(linear: Linear) -> str:
     return linear.codes.rpartition(".")[0]
-
-
-def _shape(shards: Shards, linear: Linear) -> tuple[int, int]:
-    rows, columns = shards.entry(linear.codes).shape
-    return rows, columns * (2 if linear.block_scale else 1)
 
 
 def _place(shards: Shards, name: str) -> str:
@@ -238,7 +233,7 @@ def _quantised_units(
             for tensor in quantised(
                 _stem(linears[name]),
                 kind,
-                _shape(shards, linears[name]),
+                linears[name].shape(shards),
                 config.dialect,
                 calibrated=kind in calibrated,
             )

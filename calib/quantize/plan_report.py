@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from thor_dflash.calib.quantize.quantize import processes
 from thor_dflash.calib.quantize.staged_checkpoint import RESERVE
 from thor_dflash.core.model_dims import TargetDims
 from thor_dflash.core.progress import amount
+from thor_dflash.core.text_table import columns
 
 THOR = 273e9
 """Memory bandwidth of a Jetson AGX Thor, bytes/s. Source: NVIDIA's data sheet."""
@@ -99,7 +101,9 @@ def _state_bytes(dims: TargetDims, kv_bytes: int) -> int:
 def seconds(plan: QuantizePlan) -> float:
     """Return how long the arithmetic will take on this machine's cores, measured on a sample."""
     weights = sum(
-        _numbers(plan, name) for name, kind in plan.kinds.items() if kind is WeightFormat.NVFP4
+        prod(plan.source.linears[name].shape(plan.source.shards))
+        for name, kind in plan.kinds.items()
+        if kind is WeightFormat.NVFP4
     )
     sample = np.random.default_rng(0).standard_normal(SAMPLE).astype(np.float32)
     amax = np.float32(np.abs(sample).max())
@@ -116,12 +120,6 @@ def seconds(plan: QuantizePlan) -> float:
     return spent / sample.size * weights / processes(plan.config)
 
 
-def _numbers(plan: QuantizePlan, name: str) -> int:
-    linear = plan.source.linears[name]
-    rows, columns = plan.source.shards.entry(linear.codes).shape
-    return rows * columns * (2 if linear.block_scale else 1)
-
-
 def table(plan: QuantizePlan, *, random: bool = False) -> str:
     """The plan as text: what is stored how, what it needs, what a step then takes. `random`: the
     values are made, not read.
@@ -129,10 +127,6 @@ def table(plan: QuantizePlan, *, random: bool = False) -> str:
     rows = [("tensors", "stored as", "count", "size")]
     for row in class_bytes(plan):
         rows.append((row.label, row.kind, str(row.count), amount(row.nbytes, "bytes")))
-    wide = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        f"  {a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d:>{wide[3]}}" for a, b, c, d in rows
-    ]
     moved = step_bytes(plan)
     step = "a draft" if not isinstance(plan.source, TargetCheckpoint) else "a verify step"
     context = f" with {CONTEXT:,} tokens of context" if "verify" in step else ""
@@ -144,7 +138,7 @@ def table(plan: QuantizePlan, *, random: bool = False) -> str:
     return "\n".join([
         f"preset {plan.config.preset}, method {plan.config.method}, dialect {plan.config.dialect}, "
         f"cache {plan.config.kv}",
-        *lines,
+        *columns(rows, left=2, indent="  "),
         f"{reads}writes {amount(plan.nbytes, 'bytes')} in {amount(len(plan.files), 'files')}, "
         f"needs {amount(plan.nbytes + RESERVE, 'bytes')} of disk",
         *work,

@@ -9,6 +9,7 @@ from typing import Any
 
 from thor_dflash.core.message_text import visible
 from thor_dflash.core.progress import amount
+from thor_dflash.core.text_table import columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,15 +264,3 @@ def text(report: ReplayReport, base: ReplayReport | None = None) -> str:
     if errors := failed(report):
         lines += ["", "errors", *(f"{name} {turn}: {error}" for name, turn, error in errors[:10])]
     return "\n".join(lines)
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows aligned: the first column to the left, others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

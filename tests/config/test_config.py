@@ -69,7 +69,9 @@ def test_every_option_of_a_key_is_in_the_page_and_has_help() -> None:
         if "." in action.dest
     }
     assert used == {(key, option) for key, (option, _) in reference.OPTIONS.items()}
-    assert all(action.help for verb in verbs.choices.values() for action in verb._actions)
+    helps = [action.help or "" for verb in verbs.choices.values() for action in verb._actions]
+    assert all(helps)
+    assert not [text for text in helps if "](" in text], "a terminal shows no links"
 
 
 # ---- refusals ------------------------------------------------------------------------------------

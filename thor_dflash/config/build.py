@@ -100,7 +100,7 @@ class BuildConfig:
     draft vocabulary."""
     vision: Literal["auto", "on", "off"] = "auto"
     """Whether the package reads images: auto if the checkpoint holds a vision tower, which then
-    must be whole and have its preprocessor_config.json ([images](../guide/images.md))."""
+    must be whole and have its preprocessor_config.json. See [images](../guide/images.md)."""
     image_patches: tuple[Positive, ...] = ()
     """Sizes of the vision graph, patches of 16 x 16 pixels; an image takes the smallest that holds
     it. []: 1280 (640 x 480 and a little more) and 4096 (1024 x 1024), or the most that the model

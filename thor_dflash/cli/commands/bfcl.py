@@ -6,12 +6,12 @@ import json
 from argparse import Namespace
 
 from thor_dflash.calib.replay import bfcl
-from thor_dflash.calib.replay.replay_report import columns
 from thor_dflash.cli.commands.replay import connected
 from thor_dflash.config.tree import Config
 from thor_dflash.core import strict_records
 from thor_dflash.core.errors import ConfigError, PlanError
 from thor_dflash.core.progress import Progress
+from thor_dflash.core.text_table import columns
 
 
 def run(args: Namespace, config: Config, progress: Progress) -> int:

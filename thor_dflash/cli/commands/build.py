@@ -12,6 +12,7 @@ from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import CheckpointError, ConfigError, PackageError, RequestError
 from thor_dflash.core.message_text import show, visible
 from thor_dflash.core.progress import Progress, amount
+from thor_dflash.core.text_table import columns
 from thor_dflash.package.tokenizer_files import (
     GENERATION_CONFIG,
     TOKENIZER,
@@ -164,7 +165,4 @@ def table(manifest: Manifest) -> str:
     for name, kinds in sorted(manifest.quantisation.items()):
         for kind, share in sorted(kinds.items()):
             rows.append((name, kind, str(share.count), amount(share.bytes, "bytes")))
-    wide = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        f"  {a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d:>{wide[3]}}" for a, b, c, d in rows
-    )
+    return "\n".join(columns(rows, left=2, indent="  "))

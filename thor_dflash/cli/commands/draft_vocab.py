@@ -129,7 +129,7 @@ def _text(
     *,
     assumed: bool,
 ) -> Iterator[str]:
-    from thor_dflash.calib.replay.replay_report import columns
+    from thor_dflash.core.text_table import columns
 
     how = "assumed" if assumed else "measured"
     yield (

@@ -146,7 +146,7 @@ def _print(args: Namespace, report: QualityReport) -> None:
 def lines(report: QualityReport) -> Iterator[str]:
     """The report as text."""
     from thor_dflash.calib.quality.quality_text import class_rows, gate_rows, plan_rows
-    from thor_dflash.calib.replay.replay_report import columns
+    from thor_dflash.core.text_table import columns
 
     reference, candidate = report.reference, report.candidate
     yield f"reference {reference.name}: {reference.engine}, cache {reference.kv}"
