@@ -130,6 +130,10 @@ def table(plan: QuantizePlan, *, random: bool = False) -> str:
     moved = step_bytes(plan)
     step = "a draft" if not isinstance(plan.source, TargetCheckpoint) else "a verify step"
     context = f" with {CONTEXT:,} tokens of context" if "verify" in step else ""
+    other = (
+        "draft (--drafter DIR --plan)" if "verify" in step else "verify step (--target DIR --plan)"
+    )
+    cycle = f"; a cycle is that and a {other}"
     read = sum(unit.reads for unit in plan.units)
     reads = "" if random else f"reads {amount(read, 'bytes')}, "
     encodes = WeightFormat.NVFP4 in plan.kinds.values()
@@ -143,5 +147,5 @@ def table(plan: QuantizePlan, *, random: bool = False) -> str:
         f"needs {amount(plan.nbytes + RESERVE, 'bytes')} of disk",
         *work,
         f"{step}{context} moves {amount(moved, 'bytes')}: {moved / THOR * 1e3:.1f} ms on a Jetson "
-        "AGX Thor (predicted from its bandwidth alone)",
+        f"AGX Thor (predicted from its bandwidth alone){cycle}",
     ])  # fmt: skip
