@@ -17,8 +17,9 @@ from support.samples import verify
 from thor_dflash.builders.build import build, make_plan
 from thor_dflash.builders.checkpoint.drafter import read_drafter
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.builders.lowering.lower import Lifetime, assign_offsets, lower
+from thor_dflash.builders.lowering.lower import lower
 from thor_dflash.builders.lowering.packed_weights import WeightPacker
+from thor_dflash.builders.lowering.scratch_offsets import Lifetime, assign_offsets
 from thor_dflash.builders.output.weight_files import WeightFiles
 from thor_dflash.builders.synthetic import write_synthetic
 from thor_dflash.config.build import BuildConfig

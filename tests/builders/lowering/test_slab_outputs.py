@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onnx import helper
 
+from thor_dflash.builders.lowering.graph_calls import read_calls
 from thor_dflash.builders.lowering.lower import _Lowering
 from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
 from thor_dflash.builders.lowering.packed_weights import WeightPacker
@@ -36,10 +39,10 @@ def walked(**more: Attribute) -> tuple[list[OperatorCall], dict[str, ValueType]]
 def finishes(calls: list[OperatorCall], known: dict[str, ValueType]) -> bool:
     """Whether gdn applies norm and gate and leaves its rows in slabs for the last linear."""
     model = helper.make_model(helper.make_graph([], "part", [], []))
-    lowering = _Lowering(model, WeightPacker(WeightFiles()), known=known, calls=calls)
-    lowering.share_rows()
+    graph = replace(read_calls(model), types=known, calls=calls)
+    _Lowering(graph, WeightPacker(WeightFiles())).write_slabs()
     [maker] = [call for call in calls if call.op == "gdn"]
-    added = (maker.inputs, maker.outputs, calls[-1].inputs, lowering.known)
+    added = (maker.inputs, maker.outputs, calls[-1].inputs, known)
     names = (
         {"next_gate", "next_norm_weight"}, {"y0_slabs", "y0_squares"}, {"x_slabs", "x_squares"},
         {"o.slabs", "o.squares"},
