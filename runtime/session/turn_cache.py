@@ -16,15 +16,15 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from thor_dflash.runtime.decoding.kv_log import NOTHING_HASHED, Digest, HashedPrompt, hashed
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
-from thor_dflash.runtime.decoding.sequence_state import Snapshot, is_record
+from thor_dflash.runtime.decoding.sequence_state import Snapshot
 from thor_dflash.runtime.decoding.telemetry import NO_REUSE, ReuseReport
-from thor_dflash.runtime.engines.protocol import Tensor, TensorRows
+from thor_dflash.runtime.session.state_pages import StatePages, page_runs
 from thor_dflash.runtime.text.packed_ids import ID_BYTES
 from thor_dflash.runtime.text.prompt_segments import Boundary
 
@@ -62,6 +62,7 @@ class _Kept:
     session: str
     """Scope and name of the conversation; empty for the end of a system turn, which many share."""
     pages: tuple[int, ...]
+    """Hold the light state, as StatePages.light has it."""
     scope: str
     ids: bytes
     """The whole prompt that it was kept from, as HashedPrompt."""
@@ -124,7 +125,7 @@ class TurnCache:
     _leases: weakref.WeakSet[Lease] = field(default_factory=weakref.WeakSet[Lease])
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards the boundaries, their users and the leases."""
-    _pages: Pages | None = None
+    _pages: StatePages | None = None
     _last: tuple[tuple[int, ...], str, int, HashedPrompt] | None = None
     """Prompt, scope, size of a chunk and result of the last lookup."""
 
@@ -210,11 +211,12 @@ class TurnCache:
             kept = self._kept.get(digest)
             if kept is None or kept.ended:
                 continue
-            if all(self._there(i, d) for i, d in enumerate(kept.chain)):
+            if all(self._available(i, d) for i, d in enumerate(kept.chain)):
                 return kept
         return None
 
-    def _there(self, index: int, digest: Digest) -> bool:
+    def _available(self, index: int, digest: Digest) -> bool:
+        """Whether the rows of a chunk are in the live caches or in a page."""
         return digest in self._stored or self.model.state.log.holds(index, digest)
 
     def _touch(self, kept: _Kept) -> None:
@@ -233,7 +235,7 @@ class TurnCache:
         with self._lock:
             if found := self._find(chain):
                 self._touch(found)  # so that making space evicts others first
-        self._leave(chain, start.rows, start.conversation)
+        self._save_overwritten(chain, start.rows, start.conversation)
         with self._lock:
             found = self._find(chain)
         held = len(found.chain) * chunk if found else 0
@@ -245,7 +247,7 @@ class TurnCache:
             report = ReuseReport(found.kind, held, why="")
         else:
             state.reset()
-            report = ReuseReport(why=self._why(chain))
+            report = ReuseReport(why=self._miss_reason(chain))
         state.log.expect(chain, chunk, report.held // chunk)
         if not start.ahead:
             self.totals.queries += length
@@ -269,7 +271,9 @@ class TurnCache:
         self.totals.swap_ms += ms
         return ms
 
-    def _leave(self, chain: tuple[Digest, ...], rows: int, conversation: Conversation) -> None:
+    def _save_overwritten(
+        self, chain: tuple[Digest, ...], rows: int, conversation: Conversation
+    ) -> None:
         """Save what boundaries need of the chunks that a request is about to overwrite."""
         log, chunk = self.model.state.log, self.model.chunk
         if conversation.session:
@@ -290,15 +294,15 @@ class TurnCache:
         pages, taken, found = self.layout(), list[int](), list[int]()
         for index, digest in wanted.items():
             if self._users[digest]:
-                if (free := self._take(1)) is None:
+                if (free := self._take_pages(1)) is None:
                     break  # the boundaries that need the others are not found any more
                 taken += free
                 found.append(index)
         # The boundaries that need a chunk may have been evicted for a page.
         found = sorted(index for index in found if self._users[wanted[index]])
         taken.sort()
-        pages.give(taken[len(found) :])
-        for index, page, count in _runs(found, taken):
+        pages.release(taken[len(found) :])
+        for index, page, count in page_runs(found, taken):
             rows = pages.chunk_rows(index, self.model.chunk)
             self.model.engine.swap_out(page * pages.nbytes, rows, count, pages.nbytes)
         self.totals.swapped_out += len(found) * pages.cache_bytes
@@ -309,7 +313,7 @@ class TurnCache:
         """Continue from a boundary."""
         engine, pages, log = self.model.engine, self.layout(), self.model.state.log
         lost = [i for i, digest in enumerate(kept.chain) if not log.holds(i, digest)]
-        for index, page, count in _runs(lost, [self._stored[kept.chain[i]] for i in lost]):
+        for index, page, count in page_runs(lost, [self._stored[kept.chain[i]] for i in lost]):
             log.writing(index * self.model.chunk, count * self.model.chunk)
             rows = pages.chunk_rows(index, self.model.chunk)
             engine.swap_in(page * pages.nbytes, rows, count, pages.nbytes)
@@ -332,7 +336,7 @@ class TurnCache:
         if old := self._kept.get(chain[-1]):
             old.kind, old.session, old.ids = kind, session, prompt.ids
             old.used, old.ended = self.clock(), False
-        elif (taken := self._take(len(pages.light))) is not None:
+        elif (taken := self._take_pages(len(pages.light))) is not None:
             for page, parts in zip(taken, pages.light, strict=True):
                 self.model.engine.swap_out(page * pages.nbytes, parts)
             self.totals.swapped_out += pages.light_bytes
@@ -342,25 +346,25 @@ class TurnCache:
             with self._lock:
                 self._kept[chain[-1]] = kept
                 self._users.update(chain)
-        self._thin(chain, kind)
+        self._drop_older(chain, kind)
         return self._swapped(began)
 
-    def _thin(self, chain: tuple[Digest, ...], kind: Boundary) -> None:
+    def _drop_older(self, chain: tuple[Digest, ...], kind: Boundary) -> None:
         """Keep only the newest boundaries of a kind along a prompt."""
         along = [self._kept[d] for d in reversed(chain) if d in self._kept]
         self._drop([k for k in along if k.kind == kind][KEPT[kind] :])
 
     # ---- memory
 
-    def layout(self) -> Pages:
+    def layout(self) -> StatePages:
         """How the reserved memory is used."""
         if self._pages is None:
-            self._pages = Pages.of(self.model)
+            self._pages = StatePages.of(self.model)
         return self._pages
 
-    def _take(self, count: int) -> list[int] | None:
-        """Pages, for which the least recently used boundaries are evicted; None: there are not so
-        many."""
+    def _take_pages(self, count: int) -> list[int] | None:
+        """Take free pages, for which the least recently used boundaries are evicted. Return them in
+        order; None: there are not so many."""
         pages = self.layout()
         if count > pages.count:
             return None
@@ -389,7 +393,8 @@ class TurnCache:
         return len(found)
 
     def _release(self, kept: _Kept) -> None:
-        """With the lock held."""
+        """Forget a boundary and free its pages, and those of chunks that no other one needs. With
+        the lock held."""
         pages = self.layout()
         del self._kept[kept.chain[-1]]
         given = list(kept.pages)
@@ -399,24 +404,17 @@ class TurnCache:
                 del self._users[digest]
                 if (page := self._stored.pop(digest, None)) is not None:
                     given.append(page)
-        pages.give(given)
+        pages.release(given)
 
-    def _why(self, chain: Sequence[Digest]) -> Literal["first", "diverged", "evicted", "too_short"]:
+    def _miss_reason(
+        self, chain: Sequence[Digest]
+    ) -> Literal["first", "diverged", "evicted", "too_short"]:
+        """Why a prompt continues from no boundary, as ReuseReport.why."""
         if not chain:
             return "too_short"
         if any(digest in self._evicted for digest in chain):
             return "evicted"
         return "diverged" if self._kept else "first"
-
-
-def _runs(indexes: Sequence[int], pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The first index, the first page and the number of neighbours in neighbouring pages."""
-    begin = 0
-    for end in range(1, len(indexes) + 1):
-        last = end == len(indexes)
-        if last or {indexes[end] - indexes[end - 1], pages[end] - pages[end - 1]} != {1}:
-            yield indexes[begin], pages[begin], end - begin
-            begin = end
 
 
 def _one_prompt(one: Sequence[Digest], other: Sequence[Digest]) -> bool:
@@ -474,66 +472,3 @@ class TurnStart:
         """Keep the current state, which is that after so many chunks of the prompt."""
         ms = self.cache.keep(self._hashed, chunks, kind, self.conversation)
         self.report = replace(self.report, swap_ms=self.report.swap_ms + ms)
-
-
-@dataclass(slots=True)
-class Pages:
-    """Pages of equal size in the reserved memory. Each holds the rows of one chunk of every cache,
-    or a part of a light state.
-    """
-
-    nbytes: int
-    count: int
-    free: list[int]
-    caches: tuple[Tensor, ...]
-    """[heads, rows, width] each, rows by position."""
-    cache_bytes: int
-    """Bytes of one chunk of all of them."""
-    light: tuple[tuple[TensorRows, ...], ...]
-    """The tensors of a light state, page by page."""
-    light_bytes: int
-
-    @classmethod
-    def of(cls, model: ModelRunner) -> Pages:
-        """Pages of one model's states; `model.chunk` must not change any more."""
-        layers = model.manifest.drafter.layers if model.manifest.drafter else ()
-        full = tuple(f"drafter.{i}." for i, layer in enumerate(layers) if not layer.window)
-        caches: list[Tensor] = []
-        light: list[TensorRows] = []
-        for name, tensor in model.state.tensors.items():
-            if name.startswith(("attention.", *full)):
-                caches.append(tensor)
-            elif not is_record(name):
-                light.append(TensorRows(tensor))
-        cache_bytes = sum(TensorRows(tensor, 0, model.chunk).nbytes for tensor in caches)
-        nbytes = max([cache_bytes, *(rows.nbytes for rows in light)])
-        packed: list[list[TensorRows]] = []
-        for rows in sorted(light, key=lambda rows: -rows.nbytes):
-            fits = (page for page in packed if _size(page) + rows.nbytes <= nbytes)
-            if (page := next(fits, None)) is not None:
-                page.append(rows)
-            else:
-                packed.append([rows])
-        count = model.reuse // nbytes
-        return cls(
-            nbytes=nbytes,
-            count=count,
-            free=list(range(count)),
-            caches=tuple(caches),
-            cache_bytes=cache_bytes,
-            light=tuple(tuple(page) for page in packed),
-            light_bytes=_size(light),
-        )
-
-    def give(self, pages: Sequence[int]) -> None:
-        """Take pages back. The free ones stay in order, so that neighbours are found together."""
-        self.free.extend(pages)
-        self.free.sort()
-
-    def chunk_rows(self, index: int, chunk: int) -> list[TensorRows]:
-        """The rows of one chunk of every cache."""
-        return [TensorRows(tensor, index * chunk, (index + 1) * chunk) for tensor in self.caches]
-
-
-def _size(parts: Sequence[TensorRows]) -> int:
-    return sum(rows.nbytes for rows in parts)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.server.lifecycle import RETRY_MS
 from thor_dflash.serving.server.scheduler import Peer
-from thor_dflash.serving.server.workers import UndecodedRequest
+from thor_dflash.serving.server.worker_messages import UndecodedRequest
 
 MAX_INLINE = 1024
 """Longest body that the I/O thread decodes itself, bytes: any control operation, and plans of short

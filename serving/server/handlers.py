@@ -36,18 +36,18 @@ from thor_dflash.serving.server.request_reader import (
 )
 from thor_dflash.serving.server.scheduler import Job, Peer, Scheduler, job_of
 from thor_dflash.serving.server.stats import Stats
-from thor_dflash.serving.server.workers import (
+from thor_dflash.serving.server.worker_messages import (
     ChunkReady,
     FileWritten,
     JobChecked,
     JobDone,
-    Log,
     PendingRequest,
     PrefixPinned,
     RequestDecoded,
     RequestDone,
     UndecodedRequest,
 )
+from thor_dflash.serving.server.workers import Log
 from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
 MAX_ENVELOPE = 8

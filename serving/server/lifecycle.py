@@ -9,7 +9,7 @@ from typing import Any
 from thor_dflash.core.errors import PlanError, ThorError
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.server.workers import Heartbeat
+from thor_dflash.serving.server.heartbeat import Heartbeat
 
 LEVELS = {
     "ready": "OK", "busy": "OK", "loading": "WARN", "warming": "WARN", "draining": "WARN",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.server.lifecycle import RETRY_MS
 from thor_dflash.serving.server.scheduler import Peer
-from thor_dflash.serving.server.workers import PendingMessage, PendingRequest
+from thor_dflash.serving.server.worker_messages import PendingMessage, PendingRequest
 
 MAX_TOTAL = 16
 """Limit for all clients together: each request holds a message, and its check may take a second."""

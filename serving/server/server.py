@@ -33,24 +33,24 @@ from thor_dflash.core.errors import ThorError
 from thor_dflash.core.message_text import visible
 from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.protocol import messages
-from thor_dflash.serving.server import workers
+from thor_dflash.serving.server import worker_messages, workers
 from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
 from thor_dflash.serving.server.lifecycle import Lifecycle
 from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.systemd import ALIVE, Notify
 from thor_dflash.serving.server.trace import StepTrace, write
-from thor_dflash.serving.server.workers import (
+from thor_dflash.serving.server.worker_messages import (
     BackendLoaded,
     BackendReady,
     CheckItem,
     FileTask,
-    Log,
     PendingRequest,
     ServerFailed,
     UndecodedRequest,
     WorkerEvent,
 )
+from thor_dflash.serving.server.workers import Log
 from thor_dflash.serving.transport import access
 from thor_dflash.serving.transport.router_socket import ReceivedMessage, RouterSocket
 
@@ -201,7 +201,7 @@ class Server:
 
     def _queue_check(self, item: Job | PendingRequest | None) -> None:
         """Queue work for the check thread. Called by the I/O thread and the image threads."""
-        self._checks.put(workers.check_item(next(self._order), item))
+        self._checks.put(worker_messages.check_item(next(self._order), item))
 
     def _emit(self, event: WorkerEvent) -> None:
         """Queue an event for the I/O thread. May be called from any thread."""

@@ -1,8 +1,9 @@
-"""The worker threads behind the I/O thread: the image threads decode what requests show, the check
-thread prepares requests, the engine thread runs jobs, the file thread writes and removes files:
-prefixes and traces.
+"""The worker threads behind the I/O thread: the decode thread reads the bodies of requests, the
+image threads decode what they show, the check thread prepares them, the engine thread runs jobs,
+the file thread writes and removes files: prefixes and traces.
 
-They take work from queues and emit events. None of them touches a socket or the scheduler.
+They take work from queues and emit events (see worker_messages). None of them touches a socket or
+the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from queue import Empty, PriorityQueue, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,9 +27,27 @@ from thor_dflash.serving.planner.backend import Backend, Prepared, StopReason, d
 from thor_dflash.serving.planner.planner import final
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.errors import bad_request
-from thor_dflash.serving.server.request_reader import UNEXPECTED, DecodedRequest, read_request
-from thor_dflash.serving.server.scheduler import Job, Peer
+from thor_dflash.serving.server.heartbeat import Heartbeat
+from thor_dflash.serving.server.request_reader import UNEXPECTED, read_request
+from thor_dflash.serving.server.scheduler import Job
 from thor_dflash.serving.server.trace import StepTrace
+from thor_dflash.serving.server.worker_messages import (
+    BackendLoaded,
+    BackendReady,
+    CheckItem,
+    ChunkReady,
+    FileTask,
+    FileWritten,
+    JobChecked,
+    JobDone,
+    PendingRequest,
+    PrefixPinned,
+    RequestDecoded,
+    RequestDone,
+    ServerFailed,
+    UndecodedRequest,
+    WorkerEvent,
+)
 
 if TYPE_CHECKING:
     from thor_dflash.runtime.vision.picture import Picture
@@ -39,173 +58,12 @@ ENGINE_NICENESS = 5
 I/O thread or a robot's own controllers would otherwise have to wait for those to end."""
 IMAGE_THREADS = 2
 """Images of 16 megapixels take half a second and 250 MB each."""
-LEAST_BYTES = 1024
-"""What a body that waits to be decoded counts at least in its client's share, bytes."""
 WAIT_S_PER_BYTE = 0.05 / (1 << 20)
 """Longest wait of the decode thread for an idle I/O thread, before each body."""
 FAULT = "the engine met a fault; the log of the server says more"
 """The whole message for a client: the text of a fault may name files on the server's machine."""
 
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class BackendLoaded:
-    """The backend is loaded and runs its self-test."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackendReady:
-    """The backend is loaded and has passed its self-test."""
-
-    backend: Backend
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFailed:
-    """The backend did not load, was lost, or a thread failed: the server must end."""
-
-    error: ThorError
-
-
-@dataclass(slots=True, eq=False)
-class UndecodedRequest:
-    """A body that waits for the decode thread, or is there."""
-
-    peer: Peer
-    body: bytes
-    abandoned: bool = False
-    """Its connection is closed."""
-
-    @property
-    def size(self) -> int:
-        """The bytes it counts in its client's share."""
-        return max(LEAST_BYTES, len(self.body))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestDecoded:
-    """The decode thread has read a request."""
-
-    body: UndecodedRequest
-    decoded: DecodedRequest
-
-
-@dataclass(frozen=True, slots=True)
-class JobChecked:
-    """The check thread has prepared or refused a job."""
-
-    job: Job
-    outcome: Prepared | PlanError
-
-
-PendingMessage = messages.Validate | messages.PrefixDrop | messages.SessionDrop
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """A `validate` for the check thread, or a drop for the file thread, unanswered."""
-
-    peer: Peer
-    message: PendingMessage
-    abandoned: bool = False
-    """No client waits for it any more. Written by the I/O thread, read by the worker thread before
-    it begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestDone:
-    """A thread has finished a `validate` or a drop."""
-
-    request: PendingRequest
-    outcome: dict[str, Any] | PlanError | None
-    """None if it was abandoned before it began."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPinned:
-    """Work for the file thread: a pinned prefix, answered once its file is written or removed."""
-
-    job: Job
-    request: messages.PrefixPut
-    answer: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class FileWritten:
-    """The file thread has written or removed the file of a pinned prefix."""
-
-    job: Job
-    outcome: dict[str, Any] | PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReady:
-    """A chunk of the running job."""
-
-    job: Job
-    chunk: messages.Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    """The running job has ended."""
-
-    job: Job
-    outcome: messages.Result | dict[str, Any] | PlanError
-
-
-WorkerEvent = (
-    BackendLoaded
-    | BackendReady
-    | ServerFailed
-    | RequestDecoded
-    | JobChecked
-    | RequestDone
-    | FileWritten
-    | ChunkReady
-    | JobDone
-)
-FileTask = PendingRequest | PrefixPinned | Callable[[], None]
-"""Work for the file thread; a function writes a trace."""
-CheckItem = tuple[int, int, Job | PendingRequest | None]
-"""An entry of the check thread's priority queue, least first: rank, order of arrival, work item."""
-
-
-def check_item(order: int, item: Job | PendingRequest | None) -> CheckItem:
-    """Rank work for the check thread: plans, then `validate`, then None, which ends the thread."""
-    return 2 if item is None else int(isinstance(item, PendingRequest)), order, item
-
-
-@dataclass(slots=True)
-class Heartbeat:
-    """Time of the engine thread's last heartbeat. Written there, read by the watchdog."""
-
-    busy: bool = False
-    at: float = field(default_factory=time.monotonic)
-    _excused: tuple[float, float] = (0.0, 0.0)
-    """A heartbeat, and seconds after it that do not count. Written by the watchdog only, so that
-    it cannot overwrite a newer one."""
-
-    def beat(self, *, busy: bool) -> None:
-        """Record a heartbeat: a step is about to run (`busy`), or the job has ended."""
-        self.at = time.monotonic()
-        self.busy = busy
-
-    def age(self, now: float) -> float:
-        """Return the seconds since the last heartbeat, 0 while the engine is idle."""
-        at = self.at
-        return max(0.0, now - at - self._not_counted(at)) if self.busy else 0.0
-
-    def excuse(self, seconds: float, now: float) -> None:
-        """Do not count so many of the seconds from the last heartbeat to `now`."""
-        at = self.at
-        # The heartbeat may have come after the pause: then no time since it is part of the pause.
-        self._excused = at, min(seconds + self._not_counted(at), max(0.0, now - at))
-
-    def _not_counted(self, at: float) -> float:
-        since, seconds = self._excused
-        return seconds if since == at else 0.0
 
 
 def decode_requests(
@@ -285,6 +143,8 @@ def write_files(
 
 
 def _finish(backend: Backend, request: PendingRequest, log: Log) -> RequestDone:
+    """Answer a `validate` or a drop, unless it was abandoned."""
+
     def work() -> dict[str, Any]:
         message = request.message
         if isinstance(message, messages.Validate):
@@ -297,6 +157,7 @@ def _finish(backend: Backend, request: PendingRequest, log: Log) -> RequestDone:
 
 
 def _keep(backend: Backend, pinned: PrefixPinned) -> dict[str, Any]:
+    """Write or remove the file of a pinned prefix; return the whole answer to its request."""
     backend.keep(pinned.request)
     return {**pinned.answer, "persisted": pinned.request.persist}
 
@@ -331,7 +192,7 @@ def run_engine(
     """Load, warm up, then run jobs until None arrives; `traced` gets the steps of each job."""
     # Before the engine creates its own threads, which inherit the niceness of this one.
     lower_priority()
-    if (backend := _begun(load, emit, log)) is None:
+    if (backend := _open_backend(load, emit, log)) is None:
         return
     emit(BackendReady(backend))
     try:
@@ -339,9 +200,8 @@ def run_engine(
             heartbeat.beat(busy=True)
             trace = StepTrace(job.arrived)
             lost: list[EngineLost] = []
-            outcome = _guard(
-                partial(_alive, partial(_run, backend, job, emit, heartbeat, trace), lost), log
-            )
+            run = partial(_run, backend, job, emit, heartbeat, trace)
+            outcome = _guard(partial(_noting_loss, run, lost), log)
             heartbeat.beat(busy=False)
             traced(job, outcome, trace)  # before the server learns that the last job has ended
             emit(JobDone(job, outcome))
@@ -367,7 +227,7 @@ def _next_job(
 
     while inbox.empty():
         lost: list[EngineLost] = []
-        more_s = _guard(partial(_alive, partial(backend.idle, wanted), lost), log)
+        more_s = _guard(partial(_noting_loss, partial(backend.idle, wanted), lost), log)
         heartbeat.beat(busy=False)
         if lost:
             emit(ServerFailed(lost[0]))
@@ -377,7 +237,7 @@ def _next_job(
     return inbox.get()
 
 
-def _begun(
+def _open_backend(
     load: Callable[[], Backend], emit: Callable[[WorkerEvent], None], log: Log
 ) -> Backend | None:
     """Load and warm up; None if that failed, which is then emitted."""
@@ -409,6 +269,9 @@ def _run(
     heartbeat: Heartbeat,
     trace: StepTrace,
 ) -> messages.Result | dict[str, Any]:
+    """Run a job: a plan, whose chunks are emitted and whose result is returned, or the pinning of a
+    prefix, whose answer is returned.
+    """
     if isinstance(job.request, messages.PrefixPut):
 
         def halted() -> bool:
@@ -435,7 +298,7 @@ def _run(
     return final(_queued(result, queue_ms), job.request)
 
 
-def _alive(work: Callable[[], T], lost: list[EngineLost]) -> T:
+def _noting_loss(work: Callable[[], T], lost: list[EngineLost]) -> T:
     """Run `work` and note in `lost` an engine that this process cannot recover."""
     try:
         return work()

@@ -111,7 +111,7 @@ def test_a_backend_that_lacks_something_fails_in_one_line(fault: Exception) -> N
             raise fault
 
     log, events = list[str](), list[Any]()
-    assert workers._begun(lambda: Short(ServeConfig()), events.append, log.append) is None
+    assert workers._open_backend(lambda: Short(ServeConfig()), events.append, log.append) is None
     assert (log, "ulimit" in str(events[-1].error)) == ([], True)
     outcome: Any = workers._guard(lambda: Short(ServeConfig()).warm(), log.append)
     assert (outcome.code, outcome.retryable, len(log), log[0].count("\n")) == (

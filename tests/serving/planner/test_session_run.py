@@ -20,8 +20,10 @@ from thor_dflash.serving.planner.session_backend import SessionBackend
 from thor_dflash.serving.planner.session_run import SessionRun
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.heartbeat import Heartbeat
 from thor_dflash.serving.server.scheduler import Job, Peer
-from thor_dflash.serving.server.workers import Heartbeat, JobDone, WorkerEvent, run_engine
+from thor_dflash.serving.server.worker_messages import JobDone, WorkerEvent
+from thor_dflash.serving.server.workers import run_engine
 
 THINKS = PlanRequest(prompt="Pick the mug.", thinking="on", thinking_budget=24, parts=("timings",))
 ANSWERS = structs.replace(THINKS, thinking="off", thinking_budget=None)

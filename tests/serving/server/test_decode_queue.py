@@ -8,7 +8,7 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.protocol.codec import JSON
 from thor_dflash.serving.server.decode_queue import AT_ONCE, MAX_INLINE, POOL, DecodeQueue
 from thor_dflash.serving.server.scheduler import Peer
-from thor_dflash.serving.server.workers import UndecodedRequest
+from thor_dflash.serving.server.worker_messages import UndecodedRequest
 
 MOST = 4 * AT_ONCE
 LONG = bytes(AT_ONCE)

@@ -19,7 +19,7 @@ from thor_dflash.serving.server.event_log import EventLog
 from thor_dflash.serving.server.handlers import RequestHandlers, ServerActions
 from thor_dflash.serving.server.lifecycle import Lifecycle
 from thor_dflash.serving.server.scheduler import Job
-from thor_dflash.serving.server.workers import ChunkReady, FileWritten, JobChecked, JobDone
+from thor_dflash.serving.server.worker_messages import ChunkReady, FileWritten, JobChecked, JobDone
 from thor_dflash.serving.transport.router_socket import ReceivedMessage
 
 BACKEND = MockBackend(ServeConfig())

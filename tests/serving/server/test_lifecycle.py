@@ -9,9 +9,9 @@ import pytest
 
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.serving.planner.mock_backend import MockBackend
+from thor_dflash.serving.server.heartbeat import Heartbeat
 from thor_dflash.serving.server.lifecycle import DEGRADED, Lifecycle
 from thor_dflash.serving.server.server import TICK_S, Server
-from thor_dflash.serving.server.workers import Heartbeat
 
 WATCHDOG_S = 1000.0
 LATE_S = DEGRADED * WATCHDOG_S

@@ -16,10 +16,10 @@ from thor_dflash.core.errors import PlanError
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
-from thor_dflash.serving.server import workers
+from thor_dflash.serving.server import worker_messages, workers
 from thor_dflash.serving.server.pending import MAX_PER_CLIENT, MAX_TOTAL
 from thor_dflash.serving.server.scheduler import Peer, job_of
-from thor_dflash.serving.server.workers import PendingRequest
+from thor_dflash.serving.server.worker_messages import PendingRequest
 
 VALIDATE, DROP = messages.Validate(id="v", prompt="x"), messages.PrefixDrop(id="d", prefix_id="x")
 
@@ -90,7 +90,7 @@ def test_a_request_of_a_client_that_left_is_not_begun(house: Any) -> None:
 
 
 def test_plans_are_checked_first_and_all_before_the_end() -> None:
-    backend, checks = Slow(), PriorityQueue[workers.CheckItem]()
+    backend, checks = Slow(), PriorityQueue[worker_messages.CheckItem]()
     backend.go.set()
     asks = [job_of(peer(1), messages.PlanRequest(id=name, prompt="x")) for name in "ab"]
     items = [
@@ -101,7 +101,7 @@ def test_plans_are_checked_first_and_all_before_the_end() -> None:
         asks[1],
     ]
     for order, item in enumerate(items):
-        checks.put(workers.check_item(order, item))
+        checks.put(worker_messages.check_item(order, item))
     workers.run_checks(backend, checks, lambda post: None, print)
     assert backend.asked == ["a", "b", "v", "v"]
 

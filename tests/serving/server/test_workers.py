@@ -16,16 +16,15 @@ from thor_dflash.serving.planner.backend import Backend
 from thor_dflash.serving.planner.mock_backend import MockBackend
 from thor_dflash.serving.protocol import messages
 from thor_dflash.serving.protocol.codec import JSON
+from thor_dflash.serving.server.heartbeat import Heartbeat
 from thor_dflash.serving.server.scheduler import Job, Peer
-from thor_dflash.serving.server.workers import (
-    ENGINE_NICENESS,
+from thor_dflash.serving.server.worker_messages import (
     BackendLoaded,
-    Heartbeat,
     JobDone,
     ServerFailed,
     WorkerEvent,
-    run_engine,
 )
+from thor_dflash.serving.server.workers import ENGINE_NICENESS, run_engine
 
 
 def ran(backend: Any, *jobs: Job, load: Any = None) -> list[WorkerEvent]:
