@@ -6,7 +6,7 @@
 # make formats    plans in other formats before BehaviorTree.CPP and a PDDL validator; installs them
 # make ros    the ROS 2 node with real rclpy and DDS, in .venv-ros (x86-64; cmake and g++)
 # make demo    the small planner, built and run
-# make eyes    planner-nano trained to see, on a GPU; PYTHON must have torch
+# make eyes    planner-nano trained to see, as planner-nano-eyes was, on a GPU; PYTHON must have torch
 # make twin    planner-nano trained without quantisation, on a GPU; PYTHON must have torch
 # make quality    what quantising the twin costs (without make twin: a stand-in); half an hour
 # make PYTHON=python3.12 test    with another interpreter (3.11 or later), if there is no .venv yet
@@ -83,12 +83,12 @@ quality: $(RUN_READY)
 		$(if $(wildcard $(TWIN)/target/*.safetensors),--work build/quality-twin \
 		--twin $(TWIN)/target --drafter $(TWIN)/drafter,--work build/quality)
 
-# How far it comes: calib/nano/README.md, "With pictures".
+# models/planner-nano-eyes was made so in two calls: calib/nano/README.md, "With pictures".
 eyes:
 	@mkdir -p build/eyes && cp -r models/planner-nano/target models/planner-nano/drafter build/eyes/
 	@PYTHONPATH=. $(PYTHON) -m thor_dflash.calib.nano.train --eyes --models build/eyes --work build/nano-eyes \
-		--start models/planner-nano/target --stage target export eval --begin 0.5 --docs 240000 \
-		--rows 48 --anchors 16 --tower-seconds 40 --seconds 400 --drafter-seconds 60 --held 180
+		--start models/planner-nano/target --stage target export eval --begin 0.5 --docs 480000 \
+		--rows 48 --anchors 16 --tower-seconds 40 --seconds 710 --drafter-seconds 75 --held 240
 
 format: $(DEV_READY)
 	@$(BIN)/ruff check -q --fix --exit-zero . && $(BIN)/ruff format .
@@ -96,7 +96,7 @@ format: $(DEV_READY)
 $(RUN_READY): | interpreter $(VENV)/made
 	@echo "== installing into $(VENV) (once)"
 	@$(PIP) -q 'setuptools>=77'
-	@$(PIP) --no-build-isolation -e '.[build,ort]'
+	@$(PIP) --no-build-isolation -e '.[build,ort,images]'
 	@rm -f $(VENV)/run-* && touch $@
 
 $(DEV_READY): | interpreter $(VENV)/made

@@ -113,11 +113,6 @@ class PictureProbe(nn.Module):
         return 1 - right.item(), ((rows - wanted).norm() / wanted.norm()).item()
 
 
-def train_tower(run: TrainingRun) -> None:
-    """Train the tower by itself, and save it as `tower`."""
-    _train_tower(run, *_drawings(run))
-
-
 def _drawings(run: TrainingRun) -> tuple[np.ndarray, np.ndarray]:
     start = time.time()
     found = drawings(run.pictures, "w", run.workers)
@@ -126,7 +121,7 @@ def _drawings(run: TrainingRun) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _train_tower(run: TrainingRun, pixels: np.ndarray, content: np.ndarray) -> None:
-    """Train the tower on pictures [P, side, side] and what their tokens show."""
+    """Train the tower on pictures [P, side, side] and what their tokens show. Saved as `tower`."""
     store = PictureTable(torch.from_numpy(pixels).to(run.device))
     shows = torch.from_numpy(content).to(run.device)
     model = PictureProbe(NanoTowerDims()).to(run.device)
@@ -162,7 +157,7 @@ class SeeingPair(nn.Module):
 
 def train_seeing(run: TrainingRun, export: Callable[[TrainingRun], None]) -> None:
     """Train the target to use its tower, and then the drafter for it. They begin with the weights
-    of `run.start`, of the exported drafter, and of the tower that `train_tower` saved.
+    of `run.start`, of an exported drafter, and of a tower that is trained by itself before.
 
     The corpus is drawn while the tower is trained, if there is none, and the layers are compiled.
     `export` is called now and then.
@@ -201,7 +196,7 @@ def train_seeing(run: TrainingRun, export: Callable[[TrainingRun], None]) -> Non
     losses.facts(other, unseen)
     _export(run, pair, export)
     if run.drafter_seconds > 0:
-        part = replace(run, seconds=run.drafter_seconds, deadline=float("inf"))
+        part = replace(run, seconds=run.drafter_seconds)
         optimise(part, pair.drafter, pair.drafter.dims.stem, losses.drafter, data)
 
 

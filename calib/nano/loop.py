@@ -63,8 +63,6 @@ class TrainingRun:
     """Time of that training."""
     drafter_seconds: float
     """Time in which the drafter of a target with a tower is trained."""
-    deadline: float
-    """The time.time() by which the target's training ends, however long preparing it took."""
     start: Path | None
     """Exported target whose weights training starts from, if there are no master weights."""
 
@@ -125,8 +123,7 @@ def optimise(
     cast = autocast(run)
     total, order = data[0].shape[0], torch.empty(0, dtype=torch.long)
     rng = Random(1)
-    begun = time.time()
-    start, seconds = begun, run.seconds
+    begun = start = time.time()
     for step in range(run.steps):
         if len(order) < run.rows:
             generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -135,7 +132,7 @@ def optimise(
         with cast:
             value = loss(*(part[chosen] for part in data))
         value.backward()
-        progress = max(step / run.steps, (time.time() - start) / seconds)
+        progress = max(step / run.steps, (time.time() - start) / run.seconds)
         place = run.begin + (run.finish - run.begin) * min(1.0, progress)
         optimiser.step(rate_at(place) * min(1.0, (step + 1) / 50))
         if step % 100 == 0 or step == 5:
@@ -147,7 +144,6 @@ def optimise(
         if step == 5:
             # Compilation is done: the schedule's time starts here.
             start = time.time()
-            seconds = max(1.0, min(seconds, run.deadline - start))
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             checkpoint.save_master(model, run.work, stem)
         if step % WATCH_EVERY == 0:

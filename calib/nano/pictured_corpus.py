@@ -88,8 +88,6 @@ class PicturedDocument(Document):
     """1 + index of FACTS of each token that is a fact, else 0."""
     pixels: npt.NDArray[np.uint8]
     """[128, 128] palette indices."""
-    content: npt.NDArray[np.uint8]
-    """[TOKENS, fields] what is drawn."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,6 @@ class PicturedRows:
     """[R, M] pictures of a row; 0 for none."""
     kind: npt.NDArray[np.int8]
     """[R, ROW] as that of documents."""
-    content: npt.NDArray[np.uint8]
-    """[P, TOKENS, fields]."""
     pixels: npt.NDArray[np.uint8]
     """[P, 128, 128]."""
 
@@ -183,8 +179,7 @@ def _document(
     kind = fact_kinds(tokenizer, made)
     # Else what no picture decides, above all the wording, would be most of the loss.
     weight = np.where(kind > 0, made.weight, OTHER * made.weight).astype(np.float32)
-    shown, content = task.drawn.pixels, content_of(task.drawn)
-    return PicturedDocument(made.ids, weight, made.prompt, kind, shown, content)
+    return PicturedDocument(made.ids, weight, made.prompt, kind, task.drawn.pixels)
 
 
 def fact_kinds(tokenizer: Tokenizer, doc: Document) -> npt.NDArray[np.int8]:
@@ -249,11 +244,10 @@ def pack_pictured(docs: Sequence[Document], seed: int, pad: int) -> PicturedRows
     shown = np.zeros((len(placed), max(1, *map(len, of_row))), np.int32)
     for row, found in enumerate(of_row):
         shown[row, : len(found)] = found
-    content = np.zeros((len(pictures), TOKENS, len(SIZES)), np.uint8)
     pixels = np.zeros((len(pictures), SIDE, SIDE), np.uint8)
     for index, doc in enumerate(pictures):
-        content[index], pixels[index] = doc.content, doc.pixels
-    return PicturedRows(rows, turn, slot, shown, kind, content, pixels)
+        pixels[index] = doc.pixels
+    return PicturedRows(rows, turn, slot, shown, kind, pixels)
 
 
 def draw_pictured(job: tuple[Path, str, int, int]) -> list[Document]:
@@ -296,7 +290,7 @@ def join_rows(parts: Sequence[PicturedRows]) -> PicturedRows:
         before += len(part.pixels)
     texts = [part.rows for part in parts]
     rows = Rows(*(whole(name, texts) for name in ("ids", "pos", "weight", "answer")))
-    turn, slot, kind, content, pixels = map(whole, ("turn", "slot", "kind", "content", "pixels"))
+    turn, slot, kind, pixels = map(whole, ("turn", "slot", "kind", "pixels"))
     # A row of the last part without pictures points behind them.
     found = np.minimum(np.concatenate(shown), max(0, before - 1))
-    return PicturedRows(rows, turn, slot, found, kind, content, pixels)
+    return PicturedRows(rows, turn, slot, found, kind, pixels)

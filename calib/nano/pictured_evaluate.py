@@ -26,7 +26,6 @@ from thor_dflash.calib.nano.vision import ImageRows, PictureTable, SeeingTarget
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
     SHOWN,
-    PicturedTask,
     Shown,
     heldout_pictured,
     shown_picture,
@@ -63,15 +62,17 @@ def prompt_images(
 def answers(
     model: SeeingTarget,
     run: TrainingRun,
-    tasks: Sequence[PicturedTask],
+    count: int,
     shown: Shown,
     *,
     thinking: bool,
 ) -> list[GeneratedAnswer]:
-    """Decode greedily with a picture, or without."""
+    """Decode the first held-out tasks greedily, with a picture or without."""
     tokenizer, image = run.tokenizer, shown != "none"
-    prompts = [prompt_ids(tokenizer, task, thinking, image=image) for task in tasks]
-    pictures = [shown_picture(tasks, i, shown) for i in range(len(tasks))]
+    # The last tasks are shown the scenes of those after them.
+    tasks = heldout_pictured(count + len(PICTURED_FAMILIES))
+    prompts = [prompt_ids(tokenizer, task, thinking, image=image) for task in tasks[:count]]
+    pictures = [shown_picture(tasks, i, shown) for i in range(count)]
     pixels = [picture for picture in pictures if picture is not None]
     pad, images = tokenizer.token_to_id("<|image_pad|>"), None
     if pixels:
@@ -79,7 +80,7 @@ def answers(
     usable, ends = tokenizer.get_vocab_size(), _ends(run)
     made = rollout(model.language_model, prompts, LONGEST, usable, ends, images)
     found: list[GeneratedAnswer] = []
-    for i, task in enumerate(tasks):
+    for i, task in enumerate(tasks[:count]):
         own = None if images is None else _one(images, i)
         found.append(GeneratedAnswer(task.task, prompts[i], made[i], own))
     return found
@@ -101,7 +102,7 @@ def seeing_report(
     """Measure validity with each kind of picture, and accept lengths with and without. Prints and
     returns the numbers.
     """
-    tasks, modes = heldout_pictured(run.held), [(shown, True) for shown in SHOWN]
+    modes = [(shown, True) for shown in SHOWN]
     result: dict[str, dict[str, float]] = {}
     made: dict[str, list[GeneratedAnswer]] = {}
 
@@ -111,7 +112,7 @@ def seeing_report(
 
     for shown, thinking in (*modes, (SHOWN[0], False)):
         label = f"{shown}, thinking {'on' if thinking else 'off'}"
-        found = answers(model, run, tasks, shown, thinking=thinking)
+        found = answers(model, run, run.held, shown, thinking=thinking)
         show = 8 if shown == "its own" else 0
         add(f"valid, {label}", validity(run.tokenizer, found, show, PICTURED_FAMILIES))
         made[label] = found[:DRAFTED]

@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stage",
         nargs="+",
         required=True,
-        choices=["tokenizer", "tower", "target", "drafter", "export", "eval"],
+        choices=["tokenizer", "target", "drafter", "export", "eval"],
     )
     parser.add_argument("--models", type=Path, default=Path("models/planner-nano"))
     parser.add_argument("--work", type=Path, default=Path("build/nano"))
@@ -62,21 +62,15 @@ def _parser() -> argparse.ArgumentParser:
         "--no-quant", dest="quant", action="store_false", help="train and export a BF16 target"
     )
     parser.add_argument("--eyes", action="store_true", help="the target has a vision tower")
-    parser.add_argument("--pictures", type=int, default=60_000, help="of the stage `tower`")
+    parser.add_argument("--pictures", type=int, default=60_000, help="that its tower learns from")
     parser.add_argument(
-        "--tower-seconds", type=float, default=30.0, help="training time of the stage `tower`"
+        "--tower-seconds", type=float, default=30.0, help="training time of its tower"
     )
     parser.add_argument(
         "--drafter-seconds",
         type=float,
         default=60.0,
         help="training time of the drafter of a target with a tower",
-    )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=float("inf"),
-        help="seconds after which the target's training ends in any case",
     )
     parser.add_argument("--start", type=Path, help="exported target to start from")
     parser.add_argument("--held", type=int, default=600, help="held-out tasks to evaluate")
@@ -94,13 +88,11 @@ def main(argv: list[str] | None = None) -> None:
         )
     options = vars(args)
     chosen = options.pop("stage")
-    options["deadline"] += time.time()
     run = TrainingRun(**options)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     stages = {
         "tokenizer": lambda: train_tokenizer(run.target_dir, 4000),
-        "tower": lambda: eyes.train_tower(run),
         "target": lambda: eyes.train_seeing(run, export) if run.eyes else train_target(run),
         "drafter": lambda: train_drafter(run),
         "export": lambda: export(run),

@@ -136,13 +136,13 @@ def hatch(rows: int, columns: int) -> NDArray[np.bool_]:
     return (x + y) % 4 < 2
 
 
-def draw_scene(scene: Scene, rng: Random) -> DrawnScene:
-    """Draw a scene in which no robot holds an object.
+def draw_scene(scene: Scene, rng: Random, looks: dict[str, Look] | None = None) -> DrawnScene:
+    """Draw a scene in which no robot holds an object, with looks of its own if none are given.
 
     Raises:
         Undrawable: it has too many places or objects, or stacks of more than two.
     """
-    looks = _looks([name for name, _ in scene.objects], rng)
+    looks = looks or _looks([name for name, _ in scene.objects], rng)
     areas: dict[str, DrawnArea] = {}
     if len(scene.places) > SLOTS or any(robot.holding for robot in scene.robots):
         raise Undrawable(f"a scene must have at most {SLOTS} places and empty hands")

@@ -34,6 +34,7 @@ from thor_dflash.calib.planbench.families import (
     plannable,
     with_goal,
 )
+from thor_dflash.calib.planbench.judge import judge_scene
 from thor_dflash.calib.planbench.phrasing import draw_wording, think
 from thor_dflash.calib.planbench.planner import GoalTrace, Unplannable, plan_text, plan_traces
 from thor_dflash.calib.planbench.render import goal_text, scene_text
@@ -68,6 +69,8 @@ GRAY = FIRST_COLOUR + COLOURS.index("gray")
 DESCRIBE = ("objects", "places")
 STACKED = 0.3
 """Chance that an object of a described scene is put on another one."""
+ATTEMPTS = 50
+"""Arrangements that are tried for one that needs another plan."""
 VERBS = {"open": "open", "closed": "close", "on": "turn on", "off": "turn off"}
 
 
@@ -196,13 +199,69 @@ def heldout_pictured(count: int) -> list[PicturedTask]:
 def shown_picture(
     tasks: Sequence[PicturedTask], index: int, shown: Shown
 ) -> NDArray[np.uint8] | None:
-    """The palette indices [128, 128] of what is shown with a task; another scene has its family."""
+    """The palette indices [128, 128] of what is shown with a task of `heldout_pictured`. Another
+    scene is that of the next task of its family.
+
+    Raises:
+        IndexError: another scene is wanted, and no task of the family comes after this one.
+    """
     if shown == "none":
         return None
     if shown == "grey":
         return np.full((SIDE, SIDE), GRAY, np.uint8)
     other = len(PICTURED_FAMILIES) if shown == "another scene's" else 0
-    return tasks[(index + other) % len(tasks)].drawn.pixels
+    return tasks[index + other].drawn.pixels
+
+
+def rearranged(pictured: PicturedTask) -> PicturedTask:
+    """The same text with another picture, for which the plan of the first is wrong: objects have
+    changed places with each other, and lids may be open or closed.
+
+    Raises:
+        ValueError: the request cannot be met.
+        Rejected: no arrangement that was tried needs another plan.
+    """
+    task, before = pictured.task, pictured.task.scene
+    if before.must_ask:
+        raise ValueError(f"the request of {task.name} must be one that can be met")
+    rng, names = Random(f"{task.name}/rearranged"), [name for name, _ in before.objects]
+    # Requests name an object, or the place where it is alone.
+    placed = {
+        index: dict(before.objects)[goal.subject]
+        for index, goal in enumerate(before.goals)
+        if goal.kind == "at" and f'"{goal.subject}"' not in task.messages[-1][1].split("\n")[-1]
+    }
+    for _ in range(ATTEMPTS):
+        other = dict(zip(names, rng.sample(names, len(names)), strict=True))
+        scene = _with_others(before, other, placed, rng)
+        where, moves = dict(scene.objects), [goal for goal in scene.goals if goal.kind == "at"]
+        if any(goal.where in (where[goal.subject], goal.subject) for goal in moves):
+            continue  # An object is there already, or would have to be put on itself.
+        try:
+            traces = plan_traces(plannable(scene))
+            drawn = draw_scene(scene, rng, pictured.drawn.looks)
+        except (Rejected, Undrawable):
+            continue
+        if judge_scene(scene, task.plan).valid:
+            continue
+        thinking, plan = _answer(rng, scene, drawn, traces, placed)
+        name = f"{task.name}/rearranged"
+        new = replace(task, name=name, thinking=thinking, plan=plan, scene=scene)
+        return PicturedTask(new, drawn)
+    raise Rejected(f"no arrangement of {task.name} needs another plan")
+
+
+def _with_others(scene: Scene, other: dict[str, str], placed: dict[int, str], rng: Random) -> Scene:
+    """A scene in which other objects are where the objects were."""
+    objects = {other[name]: other.get(where, where) for name, where in scene.objects}
+    goals = [
+        replace(goal, subject=other[goal.subject]) if index in placed else goal
+        for index, goal in enumerate(scene.goals)
+    ]
+    lids = [p.name for p in scene.places if p.openable and p.name not in scene.locked]
+    opened = tuple(name for name in lids if rng.random() < 0.5)
+    order = tuple((name, objects[name]) for name, _ in scene.objects)
+    return replace(scene, objects=order, goals=tuple(goals), opened=opened)
 
 
 def pictured_text(scene: Scene, drawn: DrawnScene) -> str:
@@ -272,11 +331,18 @@ def _planned(
     rng: Random, held: bool, scene: Scene, traces: list[GoalTrace], placed: dict[int, str]
 ) -> tuple[Draft, DrawnScene]:
     drawn = draw_scene(scene, rng)
+    thinking, plan = _answer(rng, scene, drawn, traces, placed)
+    return _draft(rng, held, scene, drawn, placed, thinking, plan), drawn
+
+
+def _answer(
+    rng: Random, scene: Scene, drawn: DrawnScene, traces: list[GoalTrace], placed: dict[int, str]
+) -> tuple[str, str]:
+    """The thinking text and the plan."""
     thinker = _Thinker(rng, scene, drawn, placed)
     thoughts = [think(rng, "start", n=len(scene.goals)), *thinker.traces(World(scene), traces)]
     thinking = " ".join([*thoughts, think(rng, "end")])
-    plan = plan_text(goal_text(scene.goals), _steps(traces), None)
-    return _draft(rng, held, scene, drawn, placed, thinking, plan), drawn
+    return thinking, plan_text(goal_text(scene.goals), _steps(traces), None)
 
 
 def _infeasible(rng: Random, held: bool) -> tuple[Draft, DrawnScene]:

@@ -29,6 +29,7 @@ from thor_dflash.calib.planbench.drawing import (
     draw_scene,
     glyph,
 )
+from thor_dflash.calib.planbench.families import Rejected
 from thor_dflash.calib.planbench.pictured import (
     PICTURED_FAMILIES,
     SHOWN,
@@ -36,6 +37,7 @@ from thor_dflash.calib.planbench.pictured import (
     described,
     heldout_pictured,
     pictured_text,
+    rearranged,
     sample_pictured,
     sample_scene,
     shown_picture,
@@ -221,3 +223,25 @@ def test_what_is_shown_instead() -> None:
     assert grey is not None
     assert PALETTE[grey].min() == PALETTE[grey].max()
     assert none is None
+    with pytest.raises(IndexError):
+        shown_picture(TASKS[:3], 2, "another scene's")
+
+
+def test_a_text_with_two_pictures_needs_two_plans() -> None:
+    found: list[PicturedTask] = []
+    for first in TASKS:
+        if first.task.family == "infeasible":
+            with pytest.raises(ValueError, match="can be met"):
+                rearranged(first)
+            continue
+        try:
+            second = rearranged(first)
+        except Rejected:
+            continue
+        found.append(second)
+        assert second.task.messages == first.task.messages
+        assert read(second).objects == dict(second.task.scene.objects)
+        assert judge(first.task, first.task.plan).valid
+        assert judge(second.task, second.task.plan).valid
+        assert not judge(second.task, first.task.plan).valid
+    assert len(found) > 12
