@@ -92,8 +92,6 @@ class ModelRunner:
             for spec in (*graph.inputs.values(), *graph.outputs.values()):
                 self._scratch(step, spec)
         self.state.taps = self._inputs["taps"] if self.chained else None
-        self._images: PromptImages | None = None
-        """Those of the prompt that is read."""
         self._written: tuple[int, ...] = ()
         """The tokens last written from the host."""
         self._values: dict[str, int | float | tuple[int, ...]] = {}
@@ -264,12 +262,8 @@ class ModelRunner:
         self._set_ids("sampling.seed", tuple(int(word) for word in words))
 
     def write_images(self, images: PromptImages | None) -> None:
-        """Set the images of the prompt that is read next, and by how much they shift what follows
-        it.
-        """
-        self._images = images
-        if self.manifest.vision:
-            self._write_changed("shift", images.shift if images else 0)
+        """Set the images of the sequence that has begun; it has none until then."""
+        self.state.images = images
 
     def encode(self, picture: Picture) -> Array:
         """Run the vision tower on one image; return its rows [tokens, H]. Waits for them."""
@@ -416,7 +410,7 @@ class ModelRunner:
 
     def _see(self, tokens: Sequence[int], step: str, rows: int) -> Sequence[int]:
         """Write the rows and positions of a prefill step; return its ids of text and of rows."""
-        start, images = self.state.length, self._images
+        start, images = self.state.length, self.state.images
         at = np.repeat(np.arange(start, start + rows, dtype=np.int32)[:, None], 3, axis=1)
         if images is not None:
             at[: len(tokens)] = images.positions[start : start + len(tokens)]
@@ -480,6 +474,9 @@ class ModelRunner:
 
     def _begin(self, rows: int) -> None:
         self.state.begin(rows)
+        if self.manifest.vision:
+            images = self.state.images
+            self._write_changed("shift", images.shift if images else 0)
         self._position()
 
     def _forced(self, block: Block) -> None:

@@ -16,6 +16,7 @@ from thor_dflash.core.tensors import Array, Dims, TensorSpec
 from thor_dflash.plugins.contract import NEXT
 from thor_dflash.runtime.decoding.kv_log import KVLog
 from thor_dflash.runtime.engines.protocol import Engine, Graph, Tensor
+from thor_dflash.runtime.vision.prompt_images import PromptImages
 
 
 def is_record(name: str) -> bool:
@@ -34,6 +35,8 @@ class Snapshot:
     """As in SequenceState: the drafter has not seen positions before it."""
     behind: tuple[Array, ...] = ()
     """As in SequenceState: taps the drafter has yet to take in."""
+    images: PromptImages | None = None
+    """As in SequenceState."""
 
 
 class SequenceState:
@@ -61,6 +64,8 @@ class SequenceState:
         """Where a verify leaves its taps, if they may stay there after a commit."""
         self.fresh = 0
         """Rows there that were committed and that the drafter has yet to take in."""
+        self.images: PromptImages | None = None
+        """Those of the prompt; never those of the sequence before."""
         self._verified = 0
         """Rows of the last verify that may still be committed."""
         self._open = False
@@ -94,7 +99,7 @@ class SequenceState:
     def resume(self, length: int) -> None:
         """Begin a sequence of which the tensors hold the first `length` tokens, all prefilled."""
         self.length, self.accepted, self._verified, self.first = length, 0, 0, 0
-        self.behind, self.fresh = [], 0
+        self.behind, self.fresh, self.images = [], 0, None
         self._open = False
         self.begun += 1
         self.log.forget()
@@ -133,7 +138,7 @@ class SequenceState:
             if self.accepted or not is_record(name)
         }
         behind = tuple(self.behind) + ((self.read_fresh(),) if self.fresh else ())
-        return Snapshot(self.length, self.accepted, arrays, self.first, behind)
+        return Snapshot(self.length, self.accepted, arrays, self.first, behind, self.images)
 
     def read_fresh(self) -> Array:
         """Copy the `fresh` rows."""
@@ -149,6 +154,7 @@ class SequenceState:
             self._engine.write(self.tensors[name], array)
         self.length, self.accepted, self._verified = snapshot.length, snapshot.accepted, 0
         self.first, self.behind, self.fresh = snapshot.first, list(snapshot.behind), 0
+        self.images = snapshot.images
         self._open = False
 
     def layout(self, length: int) -> dict[str, TensorSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any, NoReturn, cast
@@ -30,7 +30,8 @@ def chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
     """As `check_chat`. Results of tools that name their calls are put into the order of the calls:
     chat templates show no ids, so that order is the only link.
     """
-    return _results_in_order(check_chat(messages, pictures))
+    turns = check_chat(messages, pictures)
+    return [turns[i] for i in rendered_order(turns)]
 
 
 def check_chat(messages: object, pictures: int = 0) -> list[ChatTurn]:
@@ -136,17 +137,21 @@ def _no_constant(word: str) -> NoReturn:
     raise ValueError(word)  # NaN and Infinity, which Python reads and JSON does not have
 
 
-def _results_in_order(turns: list[ChatTurn]) -> list[ChatTurn]:
-    found: list[ChatTurn] = []
+def rendered_order(turns: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The indices of turns in the order in which a prompt has them: see `chat`. Images go with
+    their turns.
+    """
+    found: list[int] = []
     order: dict[object, int] = {}
-    for are_results, group in groupby(turns, lambda turn: turn["role"] == "tool"):
+    for are_results, group in groupby(range(len(turns)), lambda i: turns[i]["role"] == "tool"):
         part = list(group)
         if are_results:
-            ids = [turn.get("tool_call_id") for turn in part]
+            ids = [turns[i].get("tool_call_id") for i in part]
             if len(set(ids)) == len(ids) and all(i in order for i in ids):
-                part.sort(key=lambda turn: order[turn.get("tool_call_id")])
+                part.sort(key=lambda i: order[turns[i].get("tool_call_id")])
         else:
-            calls = cast("list[dict[str, object]]", part[-1].get("tool_calls", []))
-            order = {call["id"]: i for i, call in enumerate(calls) if call["id"] is not None}
+            calls = cast("list[dict[str, object]]", turns[part[-1]].get("tool_calls") or [])
+            named = [(i, call.get("id")) for i, call in enumerate(calls)]
+            order = {call: i for i, call in named if isinstance(call, str)}
         found += part
     return found

@@ -13,7 +13,7 @@ from thor_dflash.config.decode import COLDEST, SamplingConfig
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.message_text import show
 from thor_dflash.runtime.grammar.schema import MAX_BYTES
-from thor_dflash.runtime.text.messages import SEEING
+from thor_dflash.runtime.text.messages import SEEING, rendered_order
 from thor_dflash.serving.protocol import messages as wire
 from thor_dflash.serving.protocol.codec import check_fields, check_plain
 from thor_dflash.serving.protocol.errors import bad_request
@@ -95,15 +95,17 @@ def _check_parts(request: wire.PlanRequest | wire.Validate) -> None:
 def _image_parts(
     request: wire.PlanRequest | wire.Validate,
 ) -> Iterator[tuple[str, wire.ImagePart]]:
-    for i, message in enumerate(request.messages or ()):
-        if not isinstance(message.content, str):
-            for j, part in enumerate(message.content):
-                if isinstance(part, wire.ImagePart):
-                    yield f"messages[{i}].content[{j}].image", part
+    messages = request.messages or ()
+    if all(isinstance(message.content, str) for message in messages):
+        return
+    for i in rendered_order([structs.asdict(message) for message in messages]):
+        for j, part in enumerate(messages[i].content):
+            if isinstance(part, wire.ImagePart):
+                yield f"messages[{i}].content[{j}].image", part
 
 
 def image_names(request: wire.PlanRequest | wire.Validate) -> list[str]:
-    """Return the names of the images that the messages show, in their order."""
+    """Return the names of the images that the messages show, in the order of the prompt."""
     return [part.name for _, part in _image_parts(request)]
 
 

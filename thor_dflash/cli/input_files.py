@@ -11,7 +11,7 @@ from thor_dflash.core.bounds import IMAGE_MAGIC, MOST_IMAGE_BYTES
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import check_utf8, show
 from thor_dflash.core.strict_records import as_list, as_table, decode, read_text, unique_keys
-from thor_dflash.runtime.text.messages import chat
+from thor_dflash.runtime.text.messages import check_chat, rendered_order
 
 T = TypeVar("T")
 FileFormat = Literal["jpeg", "png"]
@@ -119,18 +119,22 @@ def read_chat(path: Path) -> tuple[list[dict[str, Any]], list[ImageFile]]:
     Raises:
         RequestError: it is not one, or a file is no image; the message names the wrong entry.
     """
-    images, value = list[ImageFile](), read_json(path)
+    value = read_json(path)
     if (entries := as_list(value)) is None:
-        return chat(value), images
-    turns: list[object] = []
+        return check_chat(value), []
+    given: list[object] = []
+    images: list[list[ImageFile]] = []
     for i, entry in enumerate(entries):
+        images.append(shown := [])
         fields = as_table(entry)
         if fields and (parts := as_list(fields.get("content"))) is not None:
             where = f"messages[{i}].content"
-            shown = [_part(p, path.parent, f"{where}[{j}]", images) for j, p in enumerate(parts)]
-            entry = {**fields, "content": shown}
-        turns.append(entry)
-    return chat(turns, len(images)), images
+            seen = [_part(p, path.parent, f"{where}[{j}]", shown) for j, p in enumerate(parts)]
+            entry = {**fields, "content": seen}
+        given.append(entry)
+    turns = check_chat(given, sum(map(len, images)))
+    order = rendered_order(turns)
+    return [turns[i] for i in order], [image for i in order for image in images[i]]
 
 
 def _part(part: object, folder: Path, where: str, images: list[ImageFile]) -> object:

@@ -39,7 +39,7 @@ def test_images_give_what_onnx_runtime_gives(tmp_path: Path) -> None:
             images = place_images(ids, shown, numbers)
             images = replace(images, encoded={numbers.of(p): model.encode(p) for p in shown})
             model.write_images(images)
-        ours, theirs = (model._images for model in made.both())
+        ours, theirs = (model.state.images for model in made.both())
         assert ours
         assert theirs
         for number, rows in theirs.encoded.items():

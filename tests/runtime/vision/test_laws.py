@@ -10,7 +10,9 @@ from support.loop_models import DEAD, answer, erring, hostile, prompt, session
 
 from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.core.errors import RequestError
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
+from thor_dflash.runtime.measure.score import score
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
 from thor_dflash.runtime.vision.picture import Picture
@@ -133,6 +135,38 @@ def test_text_after_images_is_as_on_a_session_that_saw_none(s: Session) -> None:
     assert answer(s, text, DflashDrafter()) == want
     left, other = (one.model.state.snapshot().arrays for one in (s, bare))
     assert all(np.array_equal(array, other[name]) for name, array in left.items())
+
+
+def test_what_is_read_without_a_request_has_no_images(s: Session) -> None:
+    """A prefix, and tokens to score, after a prompt whose images come first and shift the rest."""
+    begin, text = prompt(70, 31), request(s, (*prompt(70, 31), *prompt(20, 32)))
+    want, scores = empty(s, text), score(session("seeing"), begin, False, Silent())
+    answer(s, request(s, (*MARK, *prompt(90, 33)), picture(1)), DflashDrafter())
+    assert all(map(np.array_equal, score(s, begin, False, Silent()).values(), scores.values()))
+    answer(s, request(s, (*MARK, *prompt(90, 33)), picture(1)), DflashDrafter())
+    assert s.prefixes.put("text", begin)
+    try:
+        assert answer(s, text, DflashDrafter()) == want
+        assert s.report().reuse.boundary == "prefix"
+    finally:
+        s.prefixes.drop("text")
+
+
+def test_a_snapshot_within_an_answer_keeps_its_images(s: Session) -> None:
+    asked = request(s, CHAT, picture(5), picture(6), picture(7))
+    want = empty(s, asked)
+    model, run = s.model, s.run(asked, DflashDrafter())
+    said = list(next(chunk for chunk in run if chunk.tokens).tokens)
+    here = model.state.snapshot()
+    run.close()
+    answer(s, request(s, prompt(90, 8)), NoDrafter())
+    model.state.restore(here)
+    while len(said) < len(want):
+        model.write_tokens(said[-1:])
+        model.verify()
+        said.append(int(model.read("logits")[0].argmax()))
+        model.state.commit(1)
+    assert said[: len(want)] == want
 
 
 def test_a_cancelled_prompt_leaves_nothing_behind(s: Session) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
+from PIL import Image
+from support.image_files import file_of
 from support.image_requests import BAD, SHOWN, TEXT, asked, raw, showing
 from support.seeing_model import frame, seeing_package, seeing_session
 
+from thor_dflash.cli.input_files import read_chat
 from thor_dflash.config.serving import ServeConfig
 from thor_dflash.core.errors import ConfigError, ModelFault, PlanError
 from thor_dflash.core.tensors import Array
@@ -76,6 +81,33 @@ def test_the_answer_is_that_of_a_session_shown_the_picture(
     assert (seen.id, seen.width, seen.height, seen.tokens) == ("cam0", 96, 64, 6)
     assert seen.sha256 == Picture(pixels).digest.hex()
     assert result.usage.prompt_tokens == len(images.prompt)
+
+
+def test_images_of_results_go_with_their_calls(tmp_path: Path) -> None:
+    """Templates show no ids, so results are put into the order of the calls, with their images."""
+    calls = [{"id": name, "function": {"name": "camera", "arguments": "{}"}} for name in "ab"]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look twice."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    sent = [
+        {"role": "tool", "tool_call_id": name, "content": [TEXT, {"type": "image", "image": name}]}
+        for name in "ba"
+    ]
+    frames = {name: frame(i) for i, name in enumerate("ab")}
+    table = {
+        "messages": [*turns, *sent],
+        "images": [raw(name, pixels) for name, pixels in frames.items()],
+    }
+    assert validation.image_names(codec.convert(table, PlanRequest)) == ["a", "b"]
+    files = {name: file_of(Image.fromarray(pixels)) for name, pixels in frames.items()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        sent["ba".index(name)]["content"] = [TEXT, {"type": "image", "file": name}]
+    (tmp_path / "chat.json").write_text(json.dumps([*turns, *sent]))
+    read, shown = read_chat(tmp_path / "chat.json")
+    assert [turn.get("tool_call_id") for turn in read[2:]] == ["a", "b"]
+    assert [data for _, data in shown] == list(files.values())
 
 
 def test_rows_and_formats_of_pixels_are_the_same_picture(backend: SessionBackend) -> None:
