@@ -294,8 +294,10 @@ def compare(
     limit = _limit(session, reference) if tolerance is None else tolerance
     shapes(session, tokens, taps=False)
     if reference is not None:
-        made_by = _made_by(session, reference, limit)
-        report = replace(_outside(session, reference, limit, progress), notes=made_by)
+        notes = _made_by(session, reference, limit)
+        if session.manifest.image_patches and operators != "all":
+            notes = (*notes, NO_TOWER)
+        report = replace(_outside(session, reference, limit, progress), notes=notes)
     differs = report.logits is not None and report.logits.first >= 0
     if show is None:
         return replace(report, notes=(*report.notes, UNSEEN.format(session.manifest.engine)))
@@ -310,6 +312,7 @@ def compare(
     return replace(report, walks=_walked(session, show, reference, tokens, places, limit, progress))
 
 
+NO_TOWER = "the vision tower was not compared; with --operators all it is"
 UNSEEN = (
     "engine {} shows nothing inside its steps; the lines for layers, if any, tell where it begins "
     "to differ"

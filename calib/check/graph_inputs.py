@@ -7,8 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from thor_dflash.core.model_dims import MERGE, PATCH
+from thor_dflash.package.manifest import encoder_name
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.engines.protocol import Call
+from thor_dflash.runtime.vision.picture import Picture
 
 Prepare = Callable[[ModelRunner, Sequence[int], int], Call]
 """Prepares a graph's call for some tokens, at their block `at` if it works on blocks."""
@@ -20,6 +23,8 @@ FILL: Mapping[str, int | float] = {
 }  # fmt: skip
 """Inputs of a block that is not constrained: nothing forced, stopped, drafted or relaxed; and a
 draw with every truncation."""
+SHOWN = 4
+"""Rows of an image that a prefill step begins with."""
 
 
 def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]:
@@ -41,6 +46,8 @@ def walks(model: ModelRunner) -> dict[str, Callable[[Sequence[int], int], Call]]
             "accept_rejection": accept_rejection,
         }
     found |= {name: _loaded(ready) for name, ready in drawn.items()}
+    sizes = model.manifest.image_patches
+    found |= {encoder_name(size): partial(encode, size=size) for size in sizes}
     return {name: partial(ready, model) for name, ready in found.items()}
 
 
@@ -95,7 +102,23 @@ def prefill(model: ModelRunner, tokens: Sequence[int], at: int, rows: int) -> Ca
         call.inputs["tokens"], np.array([*part, *[0] * (rows - len(part))], np.int32)
     )
     _write(model, call, {"valid": len(part)})
+    if (image := call.inputs.get("image")) is not None:
+        rng, shape = np.random.default_rng(0), (SHOWN, *image.spec.at({})[1:])
+        positions = np.arange(rows, dtype=np.int32)[:, None] + np.zeros(3, np.int32)
+        positions[:SHOWN, 1:] = rng.integers(0, SHOWN, (SHOWN, 2))
+        ids = np.array([*range(-1, -1 - SHOWN, -1), *part[SHOWN:]], np.int32)
+        model.engine.write(call.inputs["tokens"], np.resize(ids, rows))
+        model.engine.write(call.inputs["at"], positions)
+        model.engine.write(image, rng.standard_normal(shape).astype(image.spec.dtype.numpy))
     return call
+
+
+def encode(model: ModelRunner, tokens: Sequence[int], at: int, size: int) -> Call:
+    """Prepare a run of the vision tower on a random picture of a few patches less than `size`."""
+    del tokens, at
+    shape = MERGE * PATCH, max(MERGE, size // MERGE - MERGE) * PATCH, 3
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    return model.encoding(Picture(pixels), size)
 
 
 def observe_chunk(model: ModelRunner, tokens: Sequence[int], at: int, rows: int) -> Call:

@@ -267,16 +267,20 @@ class ModelRunner:
 
     def encode(self, picture: Picture) -> Array:
         """Run the vision tower on one image; return its rows [tokens, H]. Waits for them."""
-        vision, grid = self.manifest.vision, picture.grid
-        assert vision is not None, "a package without a tower"
+        grid = picture.grid
         size = next(size for size in self.manifest.image_patches if size >= grid.patches)
-        name = encoder_name(size)
-        for port, values in encoder_inputs(picture, vision.tower, size).items():
-            tensor = self._inputs[_key(name, port)]
-            self.engine.write(tensor, values.astype(tensor.spec.dtype.numpy))
-        self.engine.run([self._calls[name]])
-        rows = self._inputs[_key(name, "image_rows")]
+        self.engine.run([self.encoding(picture, size)])
+        rows = self._inputs[_key(encoder_name(size), "image_rows")]
         return self.engine.read(rows, (grid.tokens, *rows.spec.at({})[1:]))
+
+    def encoding(self, picture: Picture, size: int) -> Call:
+        """Write the inputs of the vision graph for `size` patches; return its call."""
+        vision, call = self.manifest.vision, self.call(encoder_name(size))
+        assert vision is not None, "a package without a tower"
+        for port, values in encoder_inputs(picture, vision.tower, size).items():
+            tensor = call.inputs[port]
+            self.engine.write(tensor, values.astype(tensor.spec.dtype.numpy))
+        return call
 
     def hold(self, count: int) -> None:
         """Keep the taps of the `count` rows just committed for `catch_up`.

@@ -78,7 +78,8 @@ def _field(key: str, value: object, role: object, where: str) -> object:
     if key == "content" and (parts := as_list(value)) is not None and role in SEEING:
         return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(parts)]
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{key} must be a string (got {show(value)})")
+        rule = "a string" if role in SEEING else f"a string in a message of role {role}"
+        raise RequestError(f"{where}.{key} must be {rule} (got {show(value)})")
     check_utf8(f"{where}.{key}", value)
     return value
 

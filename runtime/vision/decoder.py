@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import Any, Literal
 
@@ -109,28 +110,45 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
     if kind == "jpeg" and (scans := data.count(_SCAN)) > MOST_SCANS:
         raise _refused("data", f"of at most {MOST_SCANS} scans", scans)
     with extra("images"):
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with Image.open(BytesIO(data), formats=(kind.upper(),)) as image:
-                check_size(*image.size, "data")
-                if (frames := getattr(image, "n_frames", 1)) != 1:
-                    raise _refused("data", "a still image", f"{frames} frames")
-                if image.mode not in MODES:
-                    rule = "of 8 bits, grey or RGB, with or without transparency"
-                    raise _refused("data", rule, image.mode)
-                image.load()
-                ImageOps.exif_transpose(image, in_place=True)
-                return _on_white(Image, image)
+        return _still_image(data, kind)
     except RequestError:
         raise
+    except Image.DecompressionBombError as e:
+        raise _refused("data", f"an image of at most {MOST_PIXELS} pixels", "far more") from e
     except UnidentifiedImageError as e:  # its text has an address of this process
         raise _refused("data", f"a {kind} image", "none") from e
     # Pillow raises many kinds for what is no image: OSError, ValueError, SyntaxError, struct.error.
     except Exception as e:
         raise RequestError(f"data must be a {kind} image (got: {show(str(e))})", "data") from e
+
+
+def _still_image(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
+    """Decode with Pillow."""
+    from PIL import Image, ImageOps
+
+    _ignore_warnings()
+    with Image.open(BytesIO(data), formats=(kind.upper(),)) as image:
+        check_size(*image.size, "data")
+        if (frames := getattr(image, "n_frames", 1)) != 1:
+            raise _refused("data", "a still image", f"{frames} frames")
+        if image.mode not in MODES:
+            rule = "of 8 bits, grey or RGB, with or without transparency"
+            raise _refused("data", rule, image.mode)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return _on_white(Image, image)
+
+
+@cache
+def _ignore_warnings() -> None:
+    """Ignore what Pillow warns of in metadata, of which Python keeps every text that is new.
+    For the whole process, as filters are: `catch_warnings` changes those of other threads, and two
+    threads within it may leave them changed.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 def _on_white(library: Any, image: Any) -> NDArray[np.uint8]:

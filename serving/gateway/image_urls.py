@@ -16,7 +16,7 @@ from thor_dflash.serving.protocol.errors import bad_request
 
 LOW_DETAIL = 1 << 18
 """Most pixels of an image of low detail."""
-_DATA = re.compile(r"data:image/(jpeg|png);base64,(.*)", re.DOTALL)
+_DATA = re.compile(r"data:image/(jpe?g|png);base64,(.*)", re.DOTALL)
 _ENDINGS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png"}
 
 
@@ -31,7 +31,7 @@ def image_of(url: str, detail: str | None, directory: str, where: str) -> dict[s
         PlanError: bad_request; the URL is another, or there is no such image.
     """
     if found := _DATA.fullmatch(url):
-        kind, text = found.groups()
+        kind, text = found[1].replace("jpg", "jpeg"), found[2]
         try:
             data = base64.b64decode(text, validate=True)
         except ValueError as e:  # binascii.Error, or text beyond ASCII

@@ -413,10 +413,7 @@ def _shown(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return the turns with the ids of the images that they show, and these images."""
     images: list[dict[str, Any]] = []
-    for where, role, given in _image_urls(messages):
-        if role != "user":
-            rule = f"left out of a message of role {role}"
-            raise bad_request(f"{where} must be {rule} (got one)", where)
+    for where, given in _image_urls(messages):
         image = image_of(given.url, given.detail, image_dir, where)
         images.append({"id": f"image{len(images)}", **image})
     ids = iter(image["id"] for image in images)
@@ -427,12 +424,12 @@ def _shown(
     return turns, images or None
 
 
-def _image_urls(messages: Iterable[ChatMessage]) -> Iterator[tuple[str, str, ImageUrl]]:
-    """Field, role and URL of each image, in their order."""
+def _image_urls(messages: Iterable[ChatMessage]) -> Iterator[tuple[str, ImageUrl]]:
+    """Field and URL of each image, in their order."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImageUrlPart):
-                yield f"messages[{i}].content[{j}].image_url", message.role, part.image_url
+                yield f"messages[{i}].content[{j}].image_url", part.image_url
 
 
 def _parts(
@@ -461,6 +458,11 @@ def _turn(message: ChatMessage, where: str) -> dict[str, Any]:
             raise bad_request(f"{name} must be present (got nothing)", name)
         content = ""
     if not isinstance(content, str):
+        shown = (j for j, part in enumerate(content) if isinstance(part, ImageUrlPart))
+        if message.role != "user" and (j := next(shown, None)) is not None:
+            name = f"{where}.content[{j}].image_url"
+            rule = f"left out of a message of role {message.role}"
+            raise bad_request(f"{name} must be {rule} (got one)", name)
         content = _parts(content)
     turn = {
         "role": "system" if message.role == "developer" else message.role,
@@ -482,7 +484,7 @@ def field_as_sent(field: str, chat: ChatRequest) -> str:
     if field == "max_tokens" and chat.max_tokens is None:
         return "max_completion_tokens"
     if found := re.match(r"images\[(\d+)\]", field):
-        return [where for where, *_ in _image_urls(chat.messages)][int(found[1])]
+        return [where for where, _ in _image_urls(chat.messages)][int(found[1])]
     if found := re.match(r"messages\[(\d+)\](.*)", field):
         run = _runs(chat.messages)[int(found[1])]
         last = f"..{run[-1]}" if len(run) > 1 else ""

@@ -125,7 +125,8 @@ def read_chat(path: Path) -> tuple[list[dict[str, Any]], list[ImageFile]]:
     given: list[object] = []
     images: list[list[ImageFile]] = []
     for i, entry in enumerate(entries):
-        images.append(shown := [])
+        shown: list[ImageFile] = []
+        images.append(shown)
         fields = as_table(entry)
         if fields and (parts := as_list(fields.get("content"))) is not None:
             where = f"messages[{i}].content"
@@ -139,9 +140,12 @@ def read_chat(path: Path) -> tuple[list[dict[str, Any]], list[ImageFile]]:
 
 def _part(part: object, folder: Path, where: str, images: list[ImageFile]) -> object:
     fields = as_table(part) or {}
-    name = fields.get("file")
-    if fields.keys() != {"type", "file"} or fields["type"] != "image" or not isinstance(name, str):
+    if fields.get("type") != "image":
         return part
+    name = fields.get("file")
+    if fields.keys() != {"type", "file"} or not isinstance(name, str):
+        rule = 'a text or {"type": "image", "file": NAME}'
+        raise RequestError(f"{where} must be {rule} (got {show(part)})")
     images.append(_image_file(folder / name, f"{where}.file"))
     return {"type": "image"}
 

@@ -18,6 +18,7 @@ from support.package_damage import graph, rehash, spoil_body, spoil_weight
 
 from thor_dflash.builders.build import build
 from thor_dflash.calib.check.compare import (
+    NO_TOWER,
     CheckReport,
     Reference,
     compare,
@@ -28,12 +29,14 @@ from thor_dflash.calib.check.compare import (
 )
 from thor_dflash.calib.check.cuda_trace import CudaTracer
 from thor_dflash.calib.check.golden import arrays, read
+from thor_dflash.calib.check.graph_inputs import walks
 from thor_dflash.cli import main
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
 from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
+from thor_dflash.package.manifest import encoder_name
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
 from thor_dflash.runtime.session import Session, open_session
 
@@ -220,6 +223,31 @@ def test_what_does_not_belong_together_is_refused(
     assert "must be a readable file" in refused("--golden", str(tmp_path / "no.npz"))
     assert "--make-golden must be a path ending in .npz" in refused("--make-golden", "x")
     assert "must be a package directory" in refused("--reference", str(tmp_path / "no"))
+
+
+@pytest.mark.slow
+def test_the_vision_tower_and_the_rows_of_images_are_checked(tmp_path: Path) -> None:
+    s = session("seeing")
+    copy = Path(shutil.copytree(directory(s), tmp_path / "package"))
+    tower = encoder_name(s.manifest.image_patches[0])
+    nodes = graph(copy, tower).graph.node
+    step = next(node.name for node in nodes if node.op_type == "ThorImageAttention")
+    spoil_body(copy, step, "Mul", "Add", tower)
+    for package, wrong in ((directory(s), None), (copy, step)):
+        with closing(open_session(package, THREAD, Silent())) as made:
+            show, tokens = tracer(made, package), some_tokens(made)
+            assert show
+            read, seen = (
+                walk(made, show, name, tokens, 0, {}, 1.0, Silent()).wrong
+                for name in ("prefill", tower)
+            )
+        assert read is None
+        assert (seen.step if seen else None) == wrong
+    assert {encoder_name(size) for size in s.manifest.image_patches} < set(walks(s.model))
+    reference = Reference(make(s, None, tokens, Silent()))
+    report = compare(s, show, reference, tokens, "none", None, Silent())
+    assert report.right
+    assert NO_TOWER in report.notes
 
 
 # ---- programs, on an engine that needs no device

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import tracemalloc
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin, TiffTags
 from support.image_files import HOSTILE, file_of
 from support.seeing_model import frame
 
@@ -77,6 +79,30 @@ def test_a_photo_is_turned_as_its_camera_was() -> None:
     exif[0x0112] = 6
     turned = read(file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95), "jpeg")
     assert turned.pixels.shape == (320, 256, 3)
+
+
+def test_decoding_changes_no_warnings_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, white = file_of(Image.fromarray(frame(2))), decoder._on_white
+    read(data)
+    before, seen = list(warnings.filters), list[object]()
+
+    def noted(*given: Any) -> Any:
+        seen.append(list(warnings.filters))
+        return white(*given)
+
+    monkeypatch.setattr(decoder, "_on_white", noted)
+    read(data)
+    assert seen == [before]
+
+
+def test_warnings_about_a_file_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder._ignore_warnings.cache_clear()  # pytest has other filters in every test
+    single = [tag for tag, info in sorted(TiffTags.TAGS_V2.items()) if info.length == 1]
+    tags = b"".join(struct.pack(">HHIHH", tag, 3, 2, 1, 1) for tag in single)
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(single)) + tags + bytes(4)
+    data = file_of(Image.fromarray(frame(2)), "JPEG", exif=exif)
+    assert read(data, "jpeg").pixels.size
+    assert set(vars(TiffImagePlugin).get("__warningregistry__", ())) <= {"version"}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

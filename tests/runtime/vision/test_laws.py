@@ -156,17 +156,17 @@ def test_a_snapshot_within_an_answer_keeps_its_images(s: Session) -> None:
     asked = request(s, CHAT, picture(5), picture(6), picture(7))
     want = empty(s, asked)
     model, run = s.model, s.run(asked, DflashDrafter())
-    said = list(next(chunk for chunk in run if chunk.tokens).tokens)
+    chosen = list(next(chunk for chunk in run if chunk.tokens).tokens)
     here = model.state.snapshot()
     run.close()
     answer(s, request(s, prompt(90, 8)), NoDrafter())
     model.state.restore(here)
-    while len(said) < len(want):
-        model.write_tokens(said[-1:])
+    while len(chosen) < len(want):
+        model.write_tokens(chosen[-1:])
         model.verify()
-        said.append(int(model.read("logits")[0].argmax()))
+        chosen.append(int(model.read("logits")[0].argmax()))
         model.state.commit(1)
-    assert said[: len(want)] == want
+    assert chosen[: len(want)] == want
 
 
 def test_a_cancelled_prompt_leaves_nothing_behind(s: Session) -> None:

@@ -41,7 +41,7 @@ def shown(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
 
 
 def test_images_are_sent_as_bytes_in_their_order() -> None:
-    plan = asks(**shown(image(PNG), image("data:image/jpeg;base64,/9j/", detail="low")))
+    plan = asks(**shown(image(PNG), image("data:image/jpg;base64,/9j/", detail="low")))
     assert plan.messages
     content = plan.messages[0].content
     assert [getattr(part, "image", "text") for part in content] == ["text", "image0", "image1"]
@@ -60,9 +60,10 @@ def test_nothing_is_fetched(url: str) -> None:
     assert fault(**shown(image(url))) == "messages[0].content[1].image_url"
 
 
-def test_only_users_show_images() -> None:
-    field = "messages[0].content"
-    assert fault(**shown(image(PNG), role="assistant")).startswith(field)
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_only_users_show_images(role: str) -> None:
+    field = "messages[0].content[1].image_url"
+    assert fault(**shown(image(PNG), role=role)) == field
 
 
 def test_files_come_from_below_one_directory(tmp_path: Path) -> None:
