@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from thor_dflash.config.build import CLOSING_MESSAGE
-from thor_dflash.config.decode import NO_BUDGET, TEMPLATE_EFFORTS, BudgetConfig, RelaxedConfig
+from thor_dflash.config.decode import NO_BUDGET, BudgetConfig, RelaxedConfig
 from thor_dflash.config.serving import ServeConfig
-from thor_dflash.core.errors import CompilerBusy, PlanError, RequestError
+from thor_dflash.core.errors import PlanError, RequestError
 from thor_dflash.core.message_text import show
 from thor_dflash.core.progress import Progress, Silent
-from thor_dflash.runtime.grammar.compiler import COMPILE_S, Grammar
-from thor_dflash.runtime.grammar.tools import ToolUse
 from thor_dflash.runtime.measure.power import PowerSampler, find_sensors
-from thor_dflash.runtime.policies.effort import effort_tokens
 from thor_dflash.runtime.policies.forced_answer import ForcedAnswer
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.prefix_cache import Prefix
 from thor_dflash.runtime.session.turn_cache import Conversation
-from thor_dflash.runtime.text.prompt_segments import EncodedPrompt, PromptEncoder, written_answer
-from thor_dflash.runtime.text.template_process import NOTHING
+from thor_dflash.runtime.text.prompt_segments import EncodedPrompt
 from thor_dflash.runtime.text.tokenizer import Tokenizer, open_at_end
 from thor_dflash.runtime.vision.picture import Picture
 from thor_dflash.runtime.vision.prompt_images import PromptImages
 from thor_dflash.serving.planner import self_test, startup_checks
-from thor_dflash.serving.planner.answer_rule import AnswerRule, rule_of
+from thor_dflash.serving.planner.answer_grammar import AnswerGrammars
+from thor_dflash.serving.planner.answer_rule import rule_of
 from thor_dflash.serving.planner.backend import PlanRun, Prepared
 from thor_dflash.serving.planner.latency_model import LatencyModel
 from thor_dflash.serving.planner.prefill_tuning import choose_chunk, step_ms
@@ -41,6 +38,7 @@ from thor_dflash.serving.planner.request_images import (
     rules_of,
     with_pictures,
 )
+from thor_dflash.serving.planner.request_prompt import PromptWriter
 from thor_dflash.serving.planner.result import Decoded
 from thor_dflash.serving.planner.session_info import describe, looks_up, relaxes
 from thor_dflash.serving.planner.session_run import SessionRun
@@ -55,8 +53,6 @@ WORTH_THINKING = 32
 or for all of its budget."""
 NO_PROMPT = EncodedPrompt((), "")
 NO_PICTURES: Mapping[str, Picture] = {}
-
-T = TypeVar("T")
 
 
 class SessionBackend:
@@ -96,10 +92,10 @@ class SessionBackend:
             session.encoder.budget = config.image_mb << 20
         self._rates = LatencyModel(step_sizes=session.model.step_sizes)
         self._close = session.manifest.card.close or CLOSING_MESSAGE
-        self._encoder = PromptEncoder(session.tokenizer)
+        self._prompts = PromptWriter(session, session.tokenizer)
+        self._grammars = AnswerGrammars(session, session.tokenizer)
         self._image_rules = rules_of(session.encoder, session.tokenizer, config)
         self._pictures = RecentPictures()
-        self._brace = self.tokenizer.encode("{")
         self._closing = len(self.tokenizer.encode(self._close))
         self._idle_s = 1e-6 * config.yield_us  # before each step, whose time includes it
         self._golden: str | None = None
@@ -160,7 +156,7 @@ class SessionBackend:
 
     def _check_default(self) -> None:
         budget = validation.budget_of(wire.PlanRequest(), self.config)
-        prompt = self._prompt(validation.messages_of("x", None), thinking=budget > 0).ids
+        prompt = self._prompts.prompt(validation.messages_of("x", None), thinking=budget > 0).ids
         startup_checks.check_answer(
             self.config.max_tokens, self.session.model, len(prompt), self._close_len(prompt, budget)
         )
@@ -180,7 +176,7 @@ class SessionBackend:
         self._check(ask)
         max_tokens = ask.max_tokens or self.config.max_tokens
         rule, use = rule_of(ask), tool_use(ask, self.config.tools)
-        grammar = self._grammar_of(use, rule)
+        grammar = self._grammars.of_answer(use, rule)
         pictures = self.read_images(ask, scope) if pictures is None else pictures
         encoded, budget = self._thinking_prompt(ask, left_ms, max_tokens, scope, pictures)
         prompt, limit = encoded.ids, self.session.model.limit
@@ -210,7 +206,8 @@ class SessionBackend:
             images=encoded.images,
         )
         if ask.forced_answer is not None:
-            request = self._forcing(request, ask, encoded, thinking=budget > 0)
+            ids = self._prompts.forced_answer(ask, encoded, thinking=budget > 0)
+            request = self._forcing(request, ids, ask.forced_accept)
         try:
             admitted = self.session.admit(request)  # now, before this plan displaces others
         except RequestError as e:
@@ -243,45 +240,19 @@ class SessionBackend:
             rule = f"left out, as serve.drafter is {self.config.drafter}"
             raise bad_request(f"drafts must be {rule} (got {show(given)})", "drafts")
         texts = (given,) if isinstance(given, str) else given
-        return tuple(self._encode(text, "drafts").ids for text in texts)
+        return tuple(self._prompts.encode(text, "drafts").ids for text in texts)
 
-    def _forcing(
-        self, request: Request, ask: wire.PlanRequest, encoded: EncodedPrompt, *, thinking: bool
-    ) -> Request:
-        """The request whose answer is the given one, as the template writes it."""
-        turns = validation.messages_of(ask.prompt, ask.messages)
-        answer: dict[str, Any] = validation.turn_of(cast("wire.Message", ask.forced_answer))
-        if not thinking:
-            answer.pop("reasoning_content", None)  # the prompt has closed the thinking
-        _, variables = self._effort(ask)
-        shown = len(validation.image_names(ask))
-        try:
-            whole = self.tokenizer.render(
-                [*turns, answer], thinking, ask.tools or (), variables, shown
-            )
-            written = written_answer(encoded.text, whole)
-        except RequestError as e:
-            text = errors.refusal(e).replace(f"messages[{len(turns)}]", "forced_answer")
-            raise bad_request(text, "forced_answer") from e
-        ids = self._encode(written, "forced_answer").ids
+    def _forcing(self, request: Request, ids: tuple[int, ...], accept: float | None) -> Request:
+        """A request whose answer is given: these tokens."""
         return Request(
             prompt=request.prompt,
             max_tokens=len(ids),
             stop=request.stop,
             drafter=self.session.drafter,
             conversation=request.conversation,
-            forced=ForcedAnswer(ids, ask.forced_accept),
+            forced=ForcedAnswer(ids, accept),
             images=request.images,
         )
-
-    def _grammar_of(self, use: ToolUse | None, rule: AnswerRule) -> Grammar | None:
-        """The grammar of an answer: of its calls, of its text, or of either."""
-        schema, calls = rule.schema, use is not None and use.choice != "none"
-        if use is None or not calls or not (use.constrained or schema is not None):
-            return self._grammar(rule)
-        if use.choice != "required":
-            self._grammar(rule)  # refuses what cannot be an answer, under its own field
-        return self._compiled("tools", lambda: self.session.call_grammar(use, schema))
 
     def _conversation(
         self, encoded: EncodedPrompt, ask: wire.PlanRequest, scope: str
@@ -301,31 +272,6 @@ class SessionBackend:
             text = "accept_mode must be exact, there is no drafter (got relaxed_thinking)"
             raise PlanError("bad_request", text, field="accept_mode")
 
-    def _grammar(self, rule: AnswerRule) -> Grammar | None:
-        """The grammar of an answer without calls."""
-        if rule.lark:
-            return self._compiled(rule.field, lambda: self.session.lark_grammar(rule.lark))
-        if (schema := rule.schema) is None:
-            return None
-
-        def work() -> tuple[Grammar, bool]:
-            grammar = self.session.grammar(schema)
-            return grammar, grammar.takes(self._brace)
-
-        grammar, object_allowed = self._compiled(rule.field, work)
-        if not object_allowed:
-            raise errors.no_object(schema.table)
-        return grammar
-
-    def _compiled(self, field: str, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except CompilerBusy as e:
-            wait_ms = 1e3 * COMPILE_S
-            raise PlanError("busy", errors.refusal(e), field=field, retry_after_ms=wait_ms) from e
-        except RequestError as e:
-            raise PlanError("schema_unsupported", errors.refusal(e), field=field) from e
-
     def _thinking_prompt(
         self,
         ask: wire.PlanRequest,
@@ -338,12 +284,16 @@ class SessionBackend:
         leaves no time to think.
         """
         messages = validation.messages_of(ask.prompt, ask.messages)
-        tier, variables = self._effort(ask)
+        tier, variables = self._prompts.effort(ask)
         budget = validation.budget_of(ask, self.config, tier)
         shown = [pictures[name] for name in validation.image_names(ask)]
         shape: Any = {"tools": ask.tools or (), "options": variables, "pictures": len(shown)}
-        encoder = self.session.encoder
-        prompt = with_pictures(self._prompt(messages, thinking=budget > 0, **shape), encoder, shown)
+
+        def written(*, thinking: bool) -> EncodedPrompt:
+            prompt = self._prompts.prompt(messages, thinking=thinking, **shape)
+            return with_pictures(prompt, self.session.encoder, shown)
+
+        prompt = written(thinking=budget > 0)
         if budget == 0 or left_ms is None or validation.thinking_of(ask, self.config) == "on":
             return prompt, budget
         conversation = self._conversation(prompt, ask, scope)
@@ -354,65 +304,16 @@ class SessionBackend:
         )
         if spare >= min(WORTH_THINKING, budget):
             return prompt, budget
-        return with_pictures(self._prompt(messages, thinking=False, **shape), encoder, shown), 0
+        return written(thinking=False), 0
 
     def _towers(self, images: PromptImages | None, held: int) -> list[int]:
         """Runs of the vision tower that a prompt of which `held` tokens are read still needs."""
         encoder = self.session.encoder
         return encoder.pending(images, held) if encoder else []
 
-    def _effort(self, ask: wire.PlanRequest) -> tuple[int | None, dict[str, Any]]:
-        """The thinking tokens of the request's effort, if it limits them, and the variables of the
-        chat template.
-        """
-        variables = dict(ask.chat_template_kwargs or {})
-        if ask.reasoning_effort in (None, "none"):
-            return None, variables
-        name = ask.reasoning_effort.replace("xhigh", "x-high")
-        if "reasoning_effort" in self.tokenizer.options:
-            return None, {"reasoning_effort": TEMPLATE_EFFORTS[name], **variables}
-        try:
-            return effort_tokens(name, self.session.manifest.card), variables
-        except RequestError as e:
-            rule = "none or left out: the package has no model card with the tokens of an effort"
-            raise bad_request(
-                f"reasoning_effort must be {rule} (got {ask.reasoning_effort})", "reasoning_effort"
-            ) from e
-
     def _close_len(self, prompt: tuple[int, ...], budget: int) -> int:
         """Return the tokens of the message that closes the prompt's thinking, 0 without."""
         return self._closing if budget > 0 and open_at_end(self.tokenizer, prompt) else 0
-
-    def _prompt(
-        self,
-        messages: list[object],
-        *,
-        thinking: bool,
-        field: str = "prompt",
-        tools: Sequence[object] = (),
-        options: Mapping[str, object] = NOTHING,
-        pictures: int = 0,
-    ) -> EncodedPrompt:
-        try:
-            text = self.tokenizer.render(messages, thinking, tools, options, pictures)
-        except RequestError as e:
-            named = str(e).partition(" must ")[0]
-            fine = named.startswith(("tools", "chat_template_kwargs", "messages"))
-            raise PlanError(
-                "bad_request", errors.refusal(e), field=named if fine else "messages"
-            ) from e
-        return self._encode(text, field)
-
-    def _encode(self, text: str, field: str = "prompt") -> EncodedPrompt:
-        limit = self.session.model.limit
-        # Encoding takes a second and 200 MB for each megabyte: refuse over-long text first.
-        if len(text) > limit and (least := self.tokenizer.least(text)) > limit:
-            rule = f"{field} must be <= {limit} tokens (got {least} or more)"
-            raise PlanError("prompt_too_long", rule, field=field)
-        try:
-            return self._encoder.encode(text)
-        except RequestError as e:
-            raise PlanError("bad_request", errors.refusal(e), field=field) from e
 
     def _check_prefix(self, prompt: tuple[int, ...], name: str | None) -> None:
         if name is None:
@@ -453,12 +354,12 @@ class SessionBackend:
             messages = validation.messages_of(request.prompt, request.messages)
             tokens = count_tokens(request, self._image_rules)
             shown = [tokens[name] for name in validation.image_names(request)]
-            ids = self._prompt(messages, thinking=True, pictures=len(shown)).ids
+            ids = self._prompts.prompt(messages, thinking=True, pictures=len(shown)).ids
             out["prompt_tokens"] = len(ids) - len(shown) + sum(shown)
         if request.json_schema is not None:
             validation.check_values(wire.PlanRequest(json_schema=request.json_schema))
         rule = rule_of(request)
-        if (grammar := self._grammar(rule)) is not None:
+        if (grammar := self._grammars.of_text(rule)) is not None:
             out["compile_ms"] = grammar.compile_ms
             out["warnings"] = grammar.warnings or rule.warnings
         return out
@@ -467,7 +368,7 @@ class SessionBackend:
 
     def pin(self, request: wire.PrefixPut, stopped: Callable[[], bool]) -> dict[str, Any]:
         one, other = (
-            self._prompt(
+            self._prompts.prompt(
                 [
                     {"role": "system", "content": request.system},
                     {"role": "user", "content": user},
@@ -567,10 +468,10 @@ class SessionBackend:
             **({"reasoning_content": decoded.thinking} if decoded.thinking else {}),
         }
         turns = validation.messages_of(ask.prompt, ask.messages)
-        _, variables = self._effort(ask)
+        _, variables = self._prompts.effort(ask)
         shape: Any = {"tools": ask.tools or (), "options": variables}
         try:
-            prompt = self._prompt([*turns, answer], thinking=prepared.thinks, **shape)
+            prompt = self._prompts.prompt([*turns, answer], thinking=prepared.thinks, **shape)
         except PlanError:
             return  # there is no next turn: the template or the context does not take it
         conversation = replace(admitted.conversation, boundaries=prompt.boundaries)
