@@ -50,7 +50,9 @@ CLOSING_S = 0.5
 
 
 class _Side:
-    """One socket of a connection, and what is to be written to it."""
+    """One of the two sockets of a connection, and what is to be written to it. Bytes that are read
+    from one side are written to its peer; while some are pending there, no more are read.
+    """
 
     def __init__(self, stream: socket.socket, limits: FrameLimits | None, *, paced: bool) -> None:
         self.socket = stream
@@ -59,9 +61,11 @@ class _Side:
         self.limits = limits
         """What it may send; None: anything."""
         self.pending = memoryview(b"")
+        """Read from the peer, and not yet written."""
         self.ended = False
         """It has sent everything."""
         self.paused = False
+        """It has sent more than its rate, and is not read until a timer says so."""
         self.paid_until = 0.0
         """When it has sent no more than its rate, monotonic, s."""
         self.active = time.monotonic()
@@ -87,10 +91,11 @@ class TcpProxy:
         self._sides: dict[int, _Side] = {}
         self._large: dict[_Side, None] = {}
         """Those that send such a message, the first one first."""
-        self._resume: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap: when it is due, monotonic, s; order of setting; what to do."""
         self._order = count()
         self._closing = False
-        self._spare_until = 0.0
+        self._spare_paid_until = 0.0
         """As `paid_until` of a side, for what connections send beyond their rates."""
         self._fault: BaseException | None = None
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -143,20 +148,21 @@ class TcpProxy:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._once()
+                self._poll()
             self._epoll.unregister(self._wake_reader)
             for fd in self._listeners:
                 with suppress(FileNotFoundError):  # it is paused
                     self._epoll.unregister(fd)
             until = time.monotonic() + CLOSING_S
             while self._sides and time.monotonic() < until:
-                self._once()
+                self._poll()
         except BaseException as e:
             self._fault = e
         finally:
             self._end()
 
     def _end(self) -> None:
+        """Close everything."""
         for side in list(self._sides.values()):
             side.socket.close()
         for listener in self._listeners.values():
@@ -164,18 +170,19 @@ class TcpProxy:
         self._epoll.close()
         os.close(self._wake_reader)
 
-    def _once(self) -> None:
+    def _poll(self) -> None:
+        """Run the timers that are due, then wait for events and handle some of them."""
         now = time.monotonic()
-        while self._resume and self._resume[0][0] <= now:
-            heapq.heappop(self._resume)[2]()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
         longest = CLOSING_S / 10 if self._closing else -1.0
-        timeout = max(0.001, self._resume[0][0] - now) if self._resume else longest
+        timeout = max(0.001, self._timers[0][0] - now) if self._timers else longest
         ready = self._epoll.poll(timeout)
         for fd, events in ready if len(ready) <= TURN else self._least_first(ready):
             if fd in self._listeners:
                 self._accept(self._listeners[fd])
             elif fd in self._sides:  # not closed by an earlier event
-                self._step(self._sides[fd], events)
+                self._serve(self._sides[fd], events)
 
     def _least_first(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The events to handle before others are looked for: of answers first, and of those who
@@ -188,18 +195,20 @@ class TcpProxy:
 
         return heapq.nsmallest(TURN, ready, sent)
 
-    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+    def _call_later(self, seconds: float, work: Callable[[], None]) -> None:
+        """Set a timer."""
         at = time.monotonic() + seconds
-        heapq.heappush(self._resume, (at, next(self._order), work))
+        heapq.heappush(self._timers, (at, next(self._order), work))
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accept a client and connect it to the ROUTER, or close it: see MAX_CONNECTIONS."""
         try:
             client = listener.accept()[0]
         except (BlockingIOError, ConnectionError):
             return  # it left already
         except OSError:
             self._epoll.unregister(listener)
-            self._later(RETRY_S, lambda: self._epoll.register(listener, select.EPOLLIN))
+            self._call_later(RETRY_S, lambda: self._epoll.register(listener, select.EPOLLIN))
             return
         if len(self._sides) >= 2 * MAX_CONNECTIONS and not self._drop_quiet():
             client.close()
@@ -237,7 +246,10 @@ class TcpProxy:
         self._drop(quietest)
         return True
 
-    def _step(self, side: _Side, events: int) -> None:
+    def _serve(self, side: _Side, events: int) -> None:
+        """Write what is pending and read what has come. Closes a connection that failed, or one of
+        whose sides has sent everything, which is written.
+        """
         try:
             if side.pending and events & ~select.EPOLLIN:
                 side.pending = side.pending[side.socket.send(side.pending) :]
@@ -258,12 +270,17 @@ class TcpProxy:
         self._watch(side.peer)
 
     def _read(self, side: _Side) -> None:
+        """Read a piece and pass it on.
+
+        Raises:
+            OSError: either socket failed; BlockingIOError if there was nothing to read.
+        """
         data = side.socket.recv(PIECE)
         side.active = time.monotonic()
         if not data:
             side.ended = True
             return
-        if side.limits is not None and not self._allows(side, side.limits, data):
+        if side.limits is not None and not self._within_limits(side, side.limits, data):
             self._drop(side)
             return
         peer = side.peer
@@ -276,8 +293,10 @@ class TcpProxy:
         if side.paced:
             self._pace(side, len(data))
 
-    def _allows(self, side: _Side, limits: FrameLimits, data: bytes) -> bool:
-        """Whether a side may go on after it has sent this, too."""
+    def _within_limits(self, side: _Side, limits: FrameLimits, data: bytes) -> bool:
+        """Whether a side may go on after it has sent this, too. May close another connection: see
+        LARGE.
+        """
         if not limits.allows(data):
             return False
         if limits.under_way <= self._max_message:
@@ -289,23 +308,25 @@ class TcpProxy:
         return True
 
     def _pace(self, side: _Side, size: int) -> None:
+        """Pause a side that has sent `size` bytes beyond its rate and the spare one of all."""
         now, seconds = time.monotonic(), size / self._max_message
         side.paid_until = max(side.paid_until, now - PIECE / self._max_message) + seconds
         if side.paid_until <= now:
             return
-        self._spare_until = max(self._spare_until, now - SPARE_S) + seconds / SPARE
-        if self._spare_until <= now:
+        self._spare_paid_until = max(self._spare_paid_until, now - SPARE_S) + seconds / SPARE
+        if self._spare_paid_until <= now:
             side.paid_until = now
             return
         side.paused = True
-        self._later(side.paid_until - now, lambda: self._go_on(side))
+        self._call_later(side.paid_until - now, lambda: self._unpause(side))
 
-    def _go_on(self, side: _Side) -> None:
+    def _unpause(self, side: _Side) -> None:
         side.paused = False
         if side.socket.fileno() >= 0:
             self._watch(side)
 
     def _watch(self, side: _Side) -> None:
+        """Register a side for the events that it waits for now."""
         reads = not (side.ended or side.paused or side.peer.pending)
         mask = select.EPOLLIN * reads | select.EPOLLOUT * bool(side.pending)
         if mask == side.mask:
@@ -320,6 +341,7 @@ class TcpProxy:
         side.mask = mask
 
     def _drop(self, side: _Side) -> None:
+        """Close a connection, by either of its sides."""
         for one in (side, side.peer):
             self._large.pop(one, None)
             self._sides.pop(one.socket.fileno(), None)
