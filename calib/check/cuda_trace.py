@@ -40,8 +40,12 @@ class SteppableEngine(Protocol):
         """Read the current content of a port's memory."""
         ...
 
-    def perform(self, call: Call, step: Step) -> None:
-        """Run one step, and wait for it."""
+    def perform(self, call: Call, begin: int, end: int) -> None:
+        """Run steps `begin` to `end`, exclusive, of the call's program, and wait for them."""
+        ...
+
+    def finish(self, call: Call) -> None:
+        """Make the state that all steps have left the current one, as a run does."""
         ...
 
 
@@ -55,15 +59,16 @@ class CudaTracer:
         """See Tracer."""
         program = self._engine.program(call.graph.name)
         self._engine.begin(call)
-        for step in program.steps:
-            yield self._seen(call, program, step)
+        for at in range(len(program.steps)):
+            yield self._seen(call, program, at)
 
-    def _seen(self, call: Call, program: Program, step: Step) -> TracedStep:
+    def _seen(self, call: Call, program: Program, at: int) -> TracedStep:
+        step = program.steps[at]
         site = self._engine.site(call, step)
         left = _left(site.op, site.attributes, step, program)
         # Read before the step runs, which may overwrite its inputs in place.
         fetched = {p: self._engine.fetch(call, step, p) for p in step.ports if p not in left}
-        self._engine.perform(call, step)
+        self._engine.perform(call, at, at + 1)
         outputs = {port: self._engine.fetch(call, step, port) for port in left}
         names = step.ports
         return TracedStep(

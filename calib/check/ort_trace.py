@@ -19,21 +19,15 @@ from onnx.reference import ReferenceEvaluator
 
 from thor_dflash.calib.check.reference_run import define as definition
 from thor_dflash.calib.check.trace_record import Outputs, TracedStep
-from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN, Attributes, Op
-from thor_dflash.plugins.onnx_builder import ONNX_TYPE
-from thor_dflash.runtime.engines.onnxruntime_import import ort
 from thor_dflash.runtime.engines.ort import OrtEngine
 from thor_dflash.runtime.engines.protocol import Call
 
 _TYPES = {op.type: op for op in OPS}
-_DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}
-"""Element types of onnx.TensorProto."""
 ROUNDED = 2.0**-8
 """Tolerance of operators on bf16 rows: a value that enters a product may be rounded either way."""
-FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class OrtTracer:
@@ -47,37 +41,29 @@ class OrtTracer:
         """See Tracer. All nodes run in one go; the engine's own state does not change."""
         model = onnx.load(str(self._package / f"{call.graph.name}.onnx"), load_external_data=False)
         values = {n: self._engine.read(t) for n, t in call.inputs.items()}
-        values |= self._run(model, values)
+        values |= self._run(model, call)
         constants = {t.name: t for t in model.graph.initializer}
         for node in model.graph.node:
             yield self._seen(model, node, values, constants)
 
-    def _run(self, model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def _run(self, model: onnx.ModelProto, call: Call) -> dict[str, Array]:
         """Run the graph and return every value of it."""
-        sizes = _sizes(model, inputs)
-        infos = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
         probed = onnx.ModelProto()
         probed.CopyFrom(model)
+        infos = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
         del probed.graph.output[:]
         probed.graph.output.extend(infos.values())
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self._engine.threads
-        options.log_severity_level = 4  # its errors hold what it would write to stderr
-        options.add_session_config_entry(FOLDER, str(self._package))
-        try:
-            session = ort.InferenceSession(
-                probed.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            binding = session.io_binding()
-            for info in model.graph.input:
-                binding.bind_ortvalue_input(info.name, _shared(inputs[info.name]))
-            out = {name: _empty(info, sizes) for name, info in infos.items()}
-            for name, array in out.items():
-                binding.bind_ortvalue_output(name, _shared(array))
-            session.run_with_iobinding(binding)
-        except Exception as e:  # ONNX Runtime's errors have no base class of their own
-            raise EngineError(f"{model.graph.name} must run with all its values (got: {e})") from e
-        return out
+        engine = self._engine
+        graph = engine.load_model(call.graph.name, probed.SerializeToString())
+        sizes = {
+            name: size
+            for n, spec in graph.inputs.items()
+            for name, size in zip(spec.shape, call.inputs[n].spec.at({}), strict=True)
+            if isinstance(name, str)
+        }
+        outputs = {n: engine.empty(spec, sizes) for n, spec in graph.outputs.items()}
+        engine.run([Call(graph, call.inputs, outputs)])
+        return {n: engine.read(tensor) for n, tensor in outputs.items()}
 
     def _seen(
         self,
@@ -116,26 +102,6 @@ class OrtTracer:
             load_external_data_for_tensor(whole, str(self._package))
             return numpy_helper.to_array(whole)
         return numpy_helper.to_array(tensor)
-
-
-def _sizes(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, int]:
-    return {
-        d.dim_param: size
-        for info in model.graph.input
-        for d, size in zip(info.type.tensor_type.shape.dim, inputs[info.name].shape, strict=True)
-        if d.dim_param
-    }
-
-
-def _empty(info: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> Array:
-    kind = info.type.tensor_type
-    shape = [sizes[d.dim_param] if d.dim_param else int(d.dim_value) for d in kind.shape.dim]
-    return np.zeros(shape, _DTYPES[kind.elem_type].numpy)
-
-
-def _shared(array: Array) -> Any:
-    onnx_type = helper.np_dtype_to_tensor_dtype(array.dtype)
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type)
 
 
 def attributes_of(op: Op, node: onnx.NodeProto) -> Attributes:

@@ -1,4 +1,4 @@
-"""Runs the steps of the CUDA engine one at a time."""
+"""Runs the steps of the CUDA engine one at a time, or some at a time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from thor_dflash.plugins.contract import Attributes
 from thor_dflash.plugins.launch import CallSite, Shaped
 from thor_dflash.plugins.registry import KERNELS
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
+from thor_dflash.runtime.engines.cuda.graph_capture import CapturedGraph
 from thor_dflash.runtime.engines.protocol import Call
 
 
 class StepRunner:
-    """See Stepped."""
+    """See SteppableEngine."""
 
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
+        self._captured: dict[tuple[Call, int, int], CapturedGraph] = {}
 
     def program(self, name: str) -> Program:
-        """See Stepped."""
+        """See SteppableEngine."""
         return self._engine.program(name)
 
     def site(self, call: Call, step: Step) -> CallSite:
-        """See Stepped."""
+        """See SteppableEngine."""
         program = self._engine.program(call.graph.name)
         tensors = {**call.inputs, **call.outputs}
         ports: dict[str, Shaped] = {}
@@ -41,7 +43,7 @@ class StepRunner:
         return CallSite(KERNELS[step.op].op, Attributes(step.attributes), ports)
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
-        """See Stepped."""
+        """See SteppableEngine."""
         shaped = self.site(call, step).ports[port]
         out = np.empty(shaped.shape, shaped.dtype.numpy)
         address = self._engine.place(call, step, port)
@@ -50,12 +52,23 @@ class StepRunner:
         return out
 
     def begin(self, call: Call) -> None:
-        """See Stepped."""
+        """See SteppableEngine."""
         # A read flushes pending writes of the host and waits for them.
         smallest = min(call.inputs.values(), key=lambda tensor: tensor.spec.nbytes({}))
         self._engine.read(smallest)
 
-    def perform(self, call: Call, step: Step) -> None:
-        """See Stepped."""
-        self._engine.excerpt([call], lambda one: one is step).run()
-        self._engine.driver.synchronize()
+    def perform(self, call: Call, begin: int, end: int) -> None:
+        """See SteppableEngine. Captures the steps the first time."""
+        engine, key = self._engine, (call, begin, end)
+        if key not in self._captured:
+            steps = self.program(call.graph.name).steps[begin:end]
+            self._captured[key] = engine.excerpt([call], lambda one: any(one is s for s in steps))
+        # The state may have moved since the capture, and the host may have written.
+        engine.tensors.show_places(engine.replay.bound[call].touched)
+        engine.tensors.flush()
+        self._captured[key].start()
+        engine.driver.synchronize()
+
+    def finish(self, call: Call) -> None:
+        """See SteppableEngine."""
+        self._engine.replay.bound[call].swap()

@@ -29,10 +29,18 @@ _ELEMENT = {
     "tensor(int32)": DType.I32,
     "tensor(float8e4m3fn)": DType.FP8,
     "tensor(int64)": DType.I64,
+    "tensor(float16)": DType.F16,
+    "tensor(uint8)": DType.U8,
+    "tensor(bool)": DType.BOOL,
 }
 
-_ONNX_TYPE = {DType.F32: 1, DType.BF16: 16, DType.I32: 6, DType.FP8: 17, DType.I64: 7}
+_ONNX_TYPE = {DType.F32: 1, DType.BF16: 16, DType.I32: 6, DType.FP8: 17, DType.I64: 7,
+              DType.F16: 10, DType.U8: 2, DType.BOOL: 9}  # fmt: skip
 """ONNX TensorProto element types, spelled out because the runtime does not import onnx."""
+
+
+FOLDER = "session.model_external_initializers_file_folder_path"
+"""Where the weights of a model that is given as bytes are."""
 
 
 @dataclass(slots=True)
@@ -105,19 +113,28 @@ class OrtEngine:
     def load(self, name: str) -> Graph:
         """See Engine."""
         if name not in self._graphs:
-            self._graphs[name] = self._load(name)
+            path = self.package / f"{name}.onnx"
+            self._graphs[name] = self._load(name, path, str(path))
         return self._graphs[name]
 
-    def _load(self, name: str) -> OrtGraph:
+    def load_model(self, name: str, model: bytes) -> Graph:
+        """Load a graph of the package with other outputs than its file has.
+
+        Raises:
+            EngineError: it cannot run here.
+        """
+        return self._load(name, self.package / f"{name}.onnx", model)
+
+    def _load(self, name: str, path: Path, model: str | bytes) -> OrtGraph:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4  # its exceptions say what it would log to stderr
         # Each graph has its own threads; those of one graph must not spin while the next one runs.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        path = self.package / f"{name}.onnx"
+        options.add_session_config_entry(FOLDER, str(self.package))
         try:
-            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as e:  # ONNX Runtime's errors have no common base of their own
             raise EngineError(
                 f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"

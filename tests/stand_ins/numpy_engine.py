@@ -38,7 +38,7 @@ class Loaded:
 
 @dataclass
 class Stepping:
-    """Implements the protocols `Engine` and `Stepped`."""
+    """Implements the protocols `Engine` and `SteppableEngine`."""
 
     package: Path
     spoil: Spoil = lambda step, outputs: None
@@ -73,10 +73,8 @@ class Stepping:
     def run(self, calls: Sequence[Call]) -> None:
         for call in calls:
             self.begin(call)
-            for step in self.program(call.graph.name).steps:
-                self.perform(call, step)
-            for name, tensor in call.outputs.items():
-                memory(tensor).array[...] = self.values[id(call)][name]
+            self.perform(call, 0, len(self.program(call.graph.name).steps))
+            self.finish(call)
 
     def write(self, tensor: Tensor, values: Array) -> None:
         memory(tensor).array[tuple(slice(n) for n in values.shape)] = values
@@ -129,7 +127,15 @@ class Stepping:
         shaped = self.site(call, step).ports[port]  # slabs and the like, which only kernels make
         return np.zeros(shaped.shape, shaped.dtype.numpy)
 
-    def perform(self, call: Call, step: Step) -> None:
+    def perform(self, call: Call, begin: int, end: int) -> None:
+        for step in self.program(call.graph.name).steps[begin:end]:
+            self._perform(call, step)
+
+    def finish(self, call: Call) -> None:
+        for name, tensor in call.outputs.items():
+            memory(tensor).array[...] = self.values[id(call)][name]
+
+    def _perform(self, call: Call, step: Step) -> None:
         site = self.site(call, step)
         x = {port: self.fetch(call, step, port) for port, name in step.ports.items()}
         if "packed" in x:
