@@ -9,10 +9,11 @@ and, in any of them, "class": a name by which results are grouped
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from thor_dflash.config.calibrate import CalibrateConfig
 from thor_dflash.core.errors import RequestError
 from thor_dflash.core.message_text import cut, nearest, show
 from thor_dflash.core.strict_records import as_list, as_table, read_text, unique_keys
@@ -62,6 +63,22 @@ def read_documents(
     if not found:
         raise RequestError(f"{path} must hold at least one document (got none)")
     return found
+
+
+def beginnings(
+    documents: Sequence[tuple[int, ...]], config: CalibrateConfig, longest: int
+) -> list[tuple[int, ...]]:
+    """Return the beginnings of the documents, as many tokens together as the configuration says.
+
+    longest: context that the model was made for, tokens.
+    """
+    left, made = config.tokens, list[tuple[int, ...]]()
+    for tokens in documents:
+        part = tokens[: min(config.context, longest, left)]
+        if part:
+            made.append(part)
+        left -= len(part)
+    return made
 
 
 def _documents(

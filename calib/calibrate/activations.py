@@ -1,4 +1,4 @@
-"""Sums over the activations of one layer: what its linears receive, and what its cache holds."""
+"""Sums over activations: what linears receive, and what the cache of a layer holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from thor_dflash.builders.checkpoint.target import HEAD as HEAD_NAME
 from thor_dflash.calib.quantize.statistics import CacheStatistics, InputStatistics
 from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
+from thor_dflash.plugins import HEAD, LINEAR, VERIFY_ATTENTION
+from thor_dflash.plugins.contract import Arrays, Attributes, Op
+from thor_dflash.plugins.linear.reference import prologue
+from thor_dflash.plugins.numpy_math import rms_norm, wide
+from thor_dflash.plugins.verify_attention.reference import normed_and_turned
 
 Wide = NDArray[np.float64]
+
+OBSERVED: Mapping[str, tuple[Op, tuple[str, ...]]] = {
+    LINEAR.type: (LINEAR, ("x", "gate", "norm_weight")),
+    HEAD.type: (HEAD, ("x", "norm_weight")),
+    VERIFY_ATTENTION.type: (VERIFY_ATTENTION, ("k", "v", "k_norm")),
+}
+"""Type of an operator -> the operator, and the ports from which its activations follow."""
 
 
 @dataclass(slots=True)
@@ -31,10 +44,27 @@ class _Sums:
 
 @dataclass(slots=True)
 class ActivationSums:
-    """The sums of one layer, added to chunk by chunk, in float64."""
+    """Sums in float64, added to chunk by chunk. Those of a cache are of one layer."""
 
     _inputs: dict[str, _Sums] = field(default_factory=dict[str, _Sums])
     _cache: dict[str, _Sums] = field(default_factory=dict[str, _Sums])
+
+    def step(self, op: Op, name: str, x: Arrays, a: Attributes, at: Array) -> None:
+        """Add what a step of an observed operator receives.
+
+        x: its ports of OBSERVED.
+        at: position of each row, [T].
+        Raises: CheckpointError if a row is not finite.
+        """
+        if op is VERIFY_ATTENTION:
+            keys = normed_and_turned(x["k"], x["k_norm"], at, a, a.integer("kv_heads"))
+            self.cached("k", keys)
+            self.cached("v", wide(x["v"]).reshape(keys.shape))
+        elif op is HEAD:
+            norm = a.real("norm_eps"), a.real("norm_offset")
+            self.received(HEAD_NAME, rms_norm(wide(x["x"]), wide(x["norm_weight"]), *norm))
+        else:
+            self.received(name, prologue(x, a))
 
     def received(self, name: str, rows: Array) -> None:
         """Add the rows [T, K] that the linears of one input receive.

@@ -44,22 +44,6 @@ ROWS = ("rows.0", "rows.1")
 """The rows that a layer reads and those that it writes, in turn."""
 
 
-def beginnings(
-    documents: Sequence[tuple[int, ...]], config: CalibrateConfig, longest: int
-) -> list[tuple[int, ...]]:
-    """Return the beginnings of the documents, as many tokens together as the configuration says.
-
-    longest: context that the model was made for, tokens.
-    """
-    left, made = config.tokens, list[tuple[int, ...]]()
-    for tokens in documents:
-        part = tokens[: min(config.context, longest, left)]
-        if part:
-            made.append(part)
-        left -= len(part)
-    return made
-
-
 def calibrate(
     directory: Path,
     documents: Sequence[tuple[int, ...]],

@@ -19,16 +19,13 @@ from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.graphs.target import GraphOptions, TargetGraphs
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.builders.output.weight_files import WeightFiles
-from thor_dflash.calib.calibrate.activations import ActivationSums, finite
+from thor_dflash.calib.calibrate.activations import OBSERVED, ActivationSums, finite
 from thor_dflash.calib.check.ort_trace import attributes_of
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
-from thor_dflash.plugins import LINEAR, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import NEXT
-from thor_dflash.plugins.linear.reference import prologue
 from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 from thor_dflash.plugins.verify_attention import TILE
-from thor_dflash.plugins.verify_attention.reference import normed_and_turned
 from thor_dflash.runtime.engines.onnxruntime_import import ort
 
 Floats = NDArray[np.float32]
@@ -37,9 +34,6 @@ CHUNK = 256
 """Most rows of a step."""
 ROWS_RANK = 2
 """Rank of rows, which alone begin with the rows of a step."""
-OBSERVED = {LINEAR.type: (LINEAR, ("x", "gate", "norm_weight")),
-            VERIFY_ATTENTION.type: (VERIFY_ATTENTION, ("k", "v", "k_norm"))}  # fmt: skip
-"""Node type -> operator, and the inputs from which its activations follow."""
 
 
 class LayerSession:
@@ -60,7 +54,6 @@ class LayerSession:
         graphs = TargetGraphs(target.dims, WeightPlacement(target, files), options, {})
         self._model = graphs.layer(layer).proto()
         self._name = f"{directory}, layer {layer}"
-        self._kv_heads = target.dims.attention.kv_heads
         self._rows = -(-longest // CHUNK) * CHUNK
         self._weights = {
             tensor.name: files.array(tensor.name)
@@ -152,11 +145,5 @@ class LayerSession:
                 port: self._weights[name] if name in self._weights else values[name]
                 for port, name in ports.items()
             }
-            a = attributes_of(op, node)
-            if op is LINEAR:
-                sums.received(node.name, prologue(x, a))
-            else:
-                at = length + np.arange(len(x["k"]))
-                keys = normed_and_turned(x["k"], x["k_norm"], at, a, self._kv_heads)
-                sums.cached("k", keys)
-                sums.cached("v", x["v"].reshape(keys.shape))
+            at = length + np.arange(len(values["x"]))
+            sums.step(op, node.name, x, attributes_of(op, node), at)

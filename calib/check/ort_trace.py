@@ -77,7 +77,7 @@ class OrtTracer:
         inputs = {name: values[name] for name in node.input if name in values}
 
         def everything() -> dict[str, Array]:
-            held = {n: self._constant(constants[n]) for n in node.input if n in constants}
+            held = {n: constant(self._package, constants[n]) for n in node.input if n in constants}
             return {**inputs, **held}
 
         define: Callable[[], Outputs]
@@ -95,13 +95,15 @@ class OrtTracer:
         step = node.name or node.output[0]
         return TracedStep(model.graph.name, step, name, inputs, outputs, ports, define, tolerance)
 
-    def _constant(self, tensor: onnx.TensorProto) -> Array:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            whole = onnx.TensorProto()
-            whole.CopyFrom(tensor)
-            load_external_data_for_tensor(whole, str(self._package))
-            return numpy_helper.to_array(whole)
-        return numpy_helper.to_array(tensor)
+
+def constant(package: Path, tensor: onnx.TensorProto) -> Array:
+    """Return a weight of a package's graph."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        whole = onnx.TensorProto()
+        whole.CopyFrom(tensor)
+        load_external_data_for_tensor(whole, str(package))
+        return numpy_helper.to_array(whole)
+    return numpy_helper.to_array(tensor)
 
 
 def attributes_of(op: Op, node: onnx.NodeProto) -> Attributes:

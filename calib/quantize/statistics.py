@@ -15,7 +15,7 @@ metadata hold FORMAT as `format`, `model` (see `fingerprint`), `tokens`, and how
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,11 +109,16 @@ def fingerprint(target: TargetCheckpoint) -> str:
     """Hash the norms of a model, which quantisation leaves as they are: equal for a model and its
     quantised copies, different for another training run.
     """
-    digest = hashlib.sha256(repr(target.dims.layers).encode())
-    for i in range(len(target.dims.layers)):
+    return norms_fingerprint(target.dims.layers, target.tensor)
+
+
+def norms_fingerprint(layers: tuple[str, ...], tensor: Callable[[str], Array]) -> str:
+    """See `fingerprint`; `tensor` returns a norm's weight, as stored, by its name."""
+    digest = hashlib.sha256(repr(layers).encode())
+    for i in range(len(layers)):
         for name in ("input_layernorm", "post_attention_layernorm"):
-            digest.update(target.tensor(f"layers.{i}.{name}.weight").astype(np.float32).tobytes())
-    digest.update(target.tensor("norm.weight").astype(np.float32).tobytes())
+            digest.update(tensor(f"layers.{i}.{name}.weight").astype(np.float32).tobytes())
+    digest.update(tensor("norm.weight").astype(np.float32).tobytes())
     return digest.hexdigest()
 
 

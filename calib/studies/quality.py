@@ -17,8 +17,9 @@ from pathlib import Path
 
 from thor_dflash.builders.build import build
 from thor_dflash.builders.checkpoint.target import read_target
-from thor_dflash.calib.calibrate.calibrate import beginnings, calibrate
+from thor_dflash.calib.calibrate.calibrate import calibrate
 from thor_dflash.calib.demo import MODEL
+from thor_dflash.calib.documents import beginnings
 from thor_dflash.calib.draft_vocab import trade
 from thor_dflash.calib.draft_vocab.rollouts import Rollouts, roll_out
 from thor_dflash.calib.draft_vocab.selection import Candidates, candidates

@@ -107,8 +107,11 @@ def quantize(sub: argparse.ArgumentParser) -> None:
 
 def calibrate(sub: argparse.ArgumentParser) -> None:
     """Add the options of `calibrate`."""
-    _add(sub, "--target DIR", "directory of the target model (Hugging Face), quantised or not",
-         required=True)  # fmt: skip
+    source = sub.add_mutually_exclusive_group(required=True)
+    _add(source, "--target DIR", "directory of the target model (Hugging Face), quantised or not: "
+         "runs it layer by layer from the disk, in float32 on the CPU")  # fmt: skip
+    _add(source, "--package PKG", "package of the target instead: runs it on its own engine, ort "
+         "or cuda")  # fmt: skip
     _add(sub, "--prompts FILE", 'JSON lines to run: {"messages": [...]}, {"text": "..."} or '
          '{"tokens": [...]}', required=True)  # fmt: skip
     _add(sub, "--out FILE", "file to write, a .safetensors", required=True)
@@ -453,7 +456,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None] | None, str,
               "make a package out of a target model and, if there is one, its drafter"),
     "quantize": (quantize, "quantize",
                  "make an NVFP4 and FP8 checkpoint out of a BF16 one"),
-    "calibrate": (calibrate, "calibrate",
+    "calibrate": (calibrate, "calibrate engine",
                   "measure a target's activations, for quantize --statistics"),
     "synth": (synth, "quantize",
               "write a checkpoint of a published shape with random values, to rehearse a build"),

@@ -21,8 +21,9 @@ from support.checkpoints import (
 
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.calib.calibrate.activations import ActivationSums
-from thor_dflash.calib.calibrate.calibrate import beginnings, calibrate
+from thor_dflash.calib.calibrate.calibrate import calibrate
 from thor_dflash.calib.calibrate.layer_session import CHUNK, LayerSession
+from thor_dflash.calib.documents import beginnings
 from thor_dflash.calib.quantize import staged_checkpoint
 from thor_dflash.calib.quantize.statistics import Statistics, fingerprint, read_statistics
 from thor_dflash.config.calibrate import CalibrateConfig
