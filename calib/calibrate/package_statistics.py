@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from thor_dflash.runtime.engines.protocol import Call, Engine
 from thor_dflash.runtime.session import Session
 
 ROWS = 64
-"""Rows of each step that are held, to be summed up together by all threads: 0.4 GB of the 27B."""
+"""Rows of each step that are held until all threads sum them up: 0.4 GB of the 27B, and as much
+again that is being summed up."""
 
 
 def observer(package: Path, engine: Engine) -> StepObserver:
@@ -77,6 +78,7 @@ def package_statistics(
                     model.state.commit(len(part))
                     task.advance(len(part))
         held.add()
+        held.wait()
     kv_heads = session.manifest.target.attention.kv_heads
     inputs = {name: one for sums in held.sums.values() for name, one in sums.inputs().items()}
     cache = {
@@ -121,7 +123,8 @@ class _HeldRows:
     """Step -> its sums."""
     steps: dict[str, list[ObservedStep]] = field(default_factory=dict[str, list[ObservedStep]])
     at: list[Array] = field(default_factory=list[Array])
-    """Positions of the rows that count."""
+    """Positions of the rows that count, of each block."""
+    adding: list[Future[None]] = field(default_factory=list["Future[None]"])
 
     def run(self, call: Call, at: Array) -> None:
         """Run a verify whose first rows are at these positions; the others are padding."""
@@ -132,22 +135,21 @@ class _HeldRows:
             self.add()
 
     def add(self) -> None:
-        """Add the rows to the sums, each step in a thread."""
+        """Begin to add the rows to the sums, each step in a thread, while the next blocks run."""
+        self.wait()
         for name in self.steps:
             self.sums.setdefault(name, ActivationSums())
-        # A list, so that an error of a thread is raised here.
-        list(self.pool.map(self._add, self.steps.values()))
-        self.steps.clear()
-        self.at.clear()
+        self.adding = [self.pool.submit(self._add, x, self.at) for x in self.steps.values()]
+        self.steps, self.at = {}, []
 
-    def _add(self, steps: Sequence[ObservedStep]) -> None:
-        one = steps[0]
-        x = {
-            port: np.concatenate(
-                [step.rows[port][: len(at)] for step, at in zip(steps, self.at, strict=True)]
-            )
-            for port in one.rows
-        }
-        x |= {port: self.show.weights[name] for port, name in one.weights.items()}
-        at = np.concatenate(self.at)
-        self.sums[one.name].step(one.op, one.name, x, one.attributes, at)
+    def wait(self) -> None:
+        """Wait until all rows before those held are in the sums, and raise what went wrong."""
+        for one in self.adding:
+            one.result()
+
+    def _add(self, steps: Sequence[ObservedStep], positions: Sequence[Array]) -> None:
+        # A block at a time: its float64 temporaries stay in a core's cache.
+        for step, at in zip(steps, positions, strict=True):
+            x = {port: rows[: len(at)] for port, rows in step.rows.items()}
+            x |= {port: self.show.weights[name] for port, name in step.weights.items()}
+            self.sums[step.name].step(step.op, step.name, x, step.attributes, at)

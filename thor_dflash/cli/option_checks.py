@@ -44,7 +44,11 @@ EXCLUSIVE: Mapping[str, Sequence[Sequence[str]]] = {
 """Command -> groups of an option and those that have no meaning with it."""
 KEYS = {"--engine": "build.engine", "--tasks": "quality.tasks"}
 """Options of these checks that set a key."""
-UNREAD_SECTIONS = {("bench", "--package"): "build", ("serve", "--mock"): "engine"}
+UNREAD_SECTIONS = {
+    ("bench", "--package"): "build",
+    ("serve", "--mock"): "engine",
+    ("calibrate", "--target"): "engine",
+}
 """Command and option -> the section that it does not read with that option."""
 UNREAD_BY_MOCK = (
     "serve.yield_us", "serve.cancel_ms", "serve.prefix_mb", "serve.allow_forced",

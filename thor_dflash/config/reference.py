@@ -80,9 +80,9 @@ address) is used as it is. Set a section key by key. A time is at most a day, a 
 most 2147483647.
 
 A command accepts `--set` for the sections that it reads and refuses others: `build` build;
-`quantize` and `synth` quantize; `calibrate` calibrate; `quality` engine and quality; `generate`
-and `profile` engine and decode; `score`, `check`, `draft-vocab`, `doctor` engine; `demo` build and
-engine; `bench` build and engine, with `--package` only engine;
+`quantize` and `synth` quantize; `calibrate` calibrate and, with `--package`, engine; `quality`
+engine and quality; `generate` and `profile` engine and decode; `score`, `check`, `draft-vocab`,
+`doctor` engine; `demo` build and engine; `bench` build and engine, with `--package` only engine;
 `serve` engine and serve, with `--mock` only serve; `gateway` gateway. `plan` and `keygen` read none
 and have neither `-c` nor `-s`. A file may hold sections of other commands, and settings that the
 command does not use. A `--set` of these is refused: `decode.relaxed.*` without relaxed acceptance,
