@@ -11,12 +11,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.planner_nano import package, tasks
 
+from thor_dflash.calib.pictured_files import pairs
 from thor_dflash.calib.planbench import judge
 from thor_dflash.cli import main, parser
 from thor_dflash.config import tree
@@ -32,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs/examples"
 README = ROOT / "README.md"
 COMMANDS = ROOT / "docs/guide/commands.md"
+IMAGES = ROOT / "docs/guide/images.md"
 COMMAND_FILES = sorted((ROOT / "thor_dflash/cli/commands").glob("*.py"))
 PAGES = [
     README,
@@ -176,6 +179,27 @@ def test_the_python_page_has_every_public_name() -> None:
     assert {name for name, value in vars(errors).items() if inspect.isclass(value)} <= words
     methods = {name for name in vars(client.RemotePlanner) if not name.startswith("_")}
     assert methods <= words
+
+
+@pytest.mark.slow
+def test_the_model_that_sees_solves_the_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pages generate with a picture are plans for what is in it."""
+    monkeypatch.chdir(ROOT)
+    every = {c for page in (README, IMAGES) for c in commands(page) if "planner-eyes" in c}
+    made = [[str(tmp_path / w) if w == "planner-eyes" else w for w in words(c)] for c in every]
+    [build] = [command for command in made if command[0] == "build"]
+    assert main.main(build) == 0
+    *_, pair = islice(pairs(), 3)
+    shown = dict(zip(("3a.png", "3b.png"), pair, strict=True))
+    seen = [command for command in made if command[0] == "generate"]
+    assert {Path(command[-1]).name for command in seen} == shown.keys()
+    for command in seen:
+        capsys.readouterr()
+        assert main.main([*command, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)["text"]
+        assert judge(shown[Path(command[-1]).name].task, answer).valid, command
 
 
 @pytest.mark.slow
