@@ -56,7 +56,7 @@ class GraphObserver:
         path = self._package / f"{call.graph.name}.onnx"
         model = onnx.load(str(path), load_external_data=False)
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        nodes = list(_observed(model, constants))
+        nodes = list(_nodes(model, constants))
         used = {name for node in nodes for name in node.weights.values()}
         self.weights |= {name: constant(self._package, constants[name]) for name in used}
         wanted = {name for node in nodes for name in node.rows.values()} - call.outputs.keys()
@@ -66,13 +66,20 @@ class GraphObserver:
         return Call(graph, call.inputs, {**call.outputs, **more}), nodes
 
 
-def _observed(model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]) -> Iterator[_Node]:
-    for node in model.graph.node:
+def _nodes(model: onnx.ModelProto, constants: Mapping[str, onnx.TensorProto]) -> Iterator[_Node]:
+    for node, op, a, given in observed_nodes(model.graph):
+        weights = {port: name for port, name in given.items() if name in constants}
+        rows = {port: name for port, name in given.items() if port not in weights}
+        yield _Node(node.name, op, a, rows, weights)
+
+
+def observed_nodes(
+    graph: onnx.GraphProto,
+) -> Iterator[tuple[onnx.NodeProto, Op, Attributes, Mapping[str, str]]]:
+    """Yield the nodes of observed operators, each with port of OBSERVED -> value."""
+    for node in graph.node:
         if node.op_type in OBSERVED:
             op, ports = OBSERVED[node.op_type]
             a = attributes_of(op, node)
-            pairs = zip(op.inputs_of(a), node.input, strict=False)
-            given = {port.name: name for port, name in pairs if name and port.name in ports}
-            weights = {port: name for port, name in given.items() if name in constants}
-            rows = {port: name for port, name in given.items() if port not in weights}
-            yield _Node(node.name, op, a, rows, weights)
+            given = zip(op.inputs_of(a), node.input, strict=False)
+            yield node, op, a, {p.name: name for p, name in given if name and p.name in ports}

@@ -19,8 +19,8 @@ from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.builders.graphs.target import GraphOptions, TargetGraphs
 from thor_dflash.builders.graphs.weight_placement import WeightPlacement
 from thor_dflash.builders.output.weight_files import WeightFiles
-from thor_dflash.calib.calibrate.activations import OBSERVED, ActivationSums, finite
-from thor_dflash.calib.check.ort_trace import attributes_of
+from thor_dflash.calib.calibrate.activations import ActivationSums, finite
+from thor_dflash.calib.calibrate.graph_observer import observed_nodes
 from thor_dflash.core.errors import EngineError
 from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.contract import NEXT
@@ -67,20 +67,12 @@ class LayerSession:
     def _expose(self) -> None:
         """Make outputs of the values from which activations follow."""
         graph = self._model.graph
-        wanted = {name for _, ports in self._observed() for name in ports.values()}
+        wanted = {name for *_, ports in observed_nodes(graph) for name in ports.values()}
         graph.output.extend([info for info in graph.value_info if info.name in wanted])
         for info in (*graph.input, *graph.output, *graph.value_info):
             dims = info.type.tensor_type.shape.dim
             if len(dims) == ROWS_RANK and dims[0].dim_value == CHUNK:
                 dims[0].dim_param = "rows"  # the last step of a document is shorter
-
-    def _observed(self) -> Iterator[tuple[onnx.NodeProto, Mapping[str, str]]]:
-        """Yield the observed nodes, each with port -> value."""
-        for node in self._model.graph.node:
-            if node.op_type in OBSERVED:
-                op, ports = OBSERVED[node.op_type]
-                given = zip(op.inputs_of(attributes_of(op, node)), node.input, strict=False)
-                yield node, {p.name: name for p, name in given if name and p.name in ports}
 
     def _load(self, threads: int) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -139,11 +131,9 @@ class LayerSession:
         return {name: np.asarray(x) for name, x in zip(names, made, strict=True)}
 
     def _add(self, values: Mapping[str, Array], length: int, sums: ActivationSums) -> None:
-        for node, ports in self._observed():
-            op, _ = OBSERVED[node.op_type]
+        for node, op, a, ports in observed_nodes(self._model.graph):
             x = {
                 port: self._weights[name] if name in self._weights else values[name]
                 for port, name in ports.items()
             }
-            at = length + np.arange(len(values["x"]))
-            sums.step(op, node.name, x, attributes_of(op, node), at)
+            sums.step(op, node.name, x, a, length + np.arange(len(values["x"])))
