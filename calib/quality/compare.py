@@ -36,6 +36,7 @@ from thor_dflash.runtime.session import Session
 ALL = "all"
 RANGE = 256
 """Positions of a bar of the chart by position."""
+NO_IMAGES = "only texts were read: what quantising has cost with images is not measured"
 
 
 def package_of(found: Manifest, device: str, path: Path) -> QualityPackage:
@@ -152,6 +153,7 @@ def compare(
         by_position=by_position(header.texts, found.rows),
         texts=text_results(header.texts, found.rows),
         settings={"skip": str(config.skip), "window": str(config.window)},
+        notes=(NO_IMAGES,) if candidate.manifest.vision else (),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import constrained_model
 from support.checkpoints import GEOMETRIES, dequantised, write_target
+from support.seeing_model import seeing_package, seeing_session
 
 from thor_dflash.calib.quality import compare, linear_drift
 from thor_dflash.calib.quality.quality_report import QualityReport
@@ -21,6 +22,7 @@ from thor_dflash.calib.quality.reference_logits import (
     store,
 )
 from thor_dflash.calib.quality.scored_texts import ScoredText, Span, parts_of_text
+from thor_dflash.cli.commands.quality import lines
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.config.quality import QualityConfig
 from thor_dflash.core.errors import CheckpointError, RequestError
@@ -89,6 +91,17 @@ def test_the_figures_are_those_of_the_logits(report: QualityReport) -> None:
     assert by["text"].perplexity_reference == pytest.approx(np.exp(nll[0]), **near)
     assert by["text"].perplexity_ratio.value == pytest.approx(np.exp(nll[1] - nll[0]), **near)
     assert sum(report.histogram) == sum(n for _, n, _ in report.by_position) == 71
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_is_measured_on_texts_alone(report: QualityReport) -> None:
+    text, own = (ScoredText("t", tuple(range(5, 30)), (Span("text", 4, 20),)),), Path("r")
+    with closing(open_session(seeing_package(), EngineConfig(threads=1), Silent())) as session:
+        header = compare.reference_of(session, own, text, CONFIG, Silent())
+        live = LiveReference(session, header)
+        seen = compare.compare(live, False, seeing_session(), own, (), CONFIG, Silent())
+    assert (report.notes, seen.notes) == ((), (compare.NO_IMAGES,))
+    assert f"note: {compare.NO_IMAGES}" in lines(seen)
 
 
 def test_the_worst_places_are_found(report: QualityReport) -> None:

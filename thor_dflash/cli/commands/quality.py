@@ -168,4 +168,5 @@ def lines(report: QualityReport) -> Iterator[str]:
         yield from columns([("residual stream", "relative error"), *drifts])
     yield ""
     yield from (f"note: {gate.title}: {gate.note}" for gate in report.gates if gate.note)
+    yield from (f"note: {note}" for note in report.notes)
     yield f"verdict: {report.verdict}"

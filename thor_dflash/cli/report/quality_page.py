@@ -33,7 +33,10 @@ def page(found: QualityReport) -> str:
         found=found,
         tiles=_tiles(found),
         gates=gate_rows(found),
-        notes=[f"{gate.title}: {gate.note}." for gate in found.gates if gate.note],
+        notes=[
+            *(f"{gate.title}: {gate.note}." for gate in found.gates if gate.note),
+            *(f"{note}." for note in found.notes),
+        ],
         classes=class_rows(found),
         plans=plan_rows(found),
         histogram=_histogram(found),
