@@ -31,9 +31,15 @@ MOST_RATIO = 200
 """Longest side of an image as it was sent, in shortest sides."""
 MOST_SCANS = 20
 """Scans of a progressive JPEG. Each costs as much time as the whole image; encoders write ten."""
+MOST_PARTS = 1 << 14
+"""Chunks of a PNG, or segments of a JPEG before its pixels: Pillow takes microseconds of Python for
+each, and a file of 8 MiB may have two million. Encoders write chunks of 8 KiB or more.
+"""
 BAND = 1 << 18
 """Pixels that are put on white at a time: Pillow holds the interpreter's lock meanwhile."""
 _SCAN = b"\xff\xda"
+_BARE = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))
+"""Markers of JPEG behind which Pillow looks for the next one at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +115,7 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
         raise _refused("data", f"a {kind} file", f"bytes {data[:8].hex()}")
     if kind == "jpeg" and (scans := data.count(_SCAN)) > MOST_SCANS:
         raise _refused("data", f"of at most {MOST_SCANS} scans", scans)
+    _check_parts(data, kind)
     with extra("images"):
         from PIL import Image, UnidentifiedImageError
 
@@ -123,6 +130,27 @@ def _decoded(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:
     # Pillow raises many kinds for what is no image: OSError, ValueError, SyntaxError, struct.error.
     except Exception as e:
         raise RequestError(f"data must be a {kind} image (got: {show(str(e))})", "data") from e
+
+
+def _check_parts(data: bytes, kind: str) -> None:
+    """Count what Pillow will look at before the pixels, as it does: any byte that is not part of a
+    segment counts, too.
+    """
+    at = 8 if kind == "png" else 2
+    for _ in range(MOST_PARTS):
+        if at + 4 > len(data):
+            return
+        if kind == "png":
+            at += 12 + int.from_bytes(data[at : at + 4], "big")
+        elif data[at] != 0xFF or data[at + 1] in (0, 0xFF):
+            at += 1
+        elif data[at + 1] in _BARE:
+            at += 2
+        elif data.startswith(_SCAN, at):
+            return
+        else:
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    raise _refused("data", f"of at most {MOST_PARTS} chunks or segments", "more")
 
 
 def _still_image(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]:

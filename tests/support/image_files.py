@@ -19,12 +19,14 @@ def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
     return out.getvalue()
 
 
+def part(kind: bytes, body: bytes) -> bytes:
+    """A chunk of a PNG."""
+    size = struct.pack(">I", len(body))
+    return size + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
 def written(width: int, height: int, depth: int, pixels: bytes) -> bytes:
     """A PNG that says how large it is and then holds this, grey."""
-
-    def part(kind: bytes, body: bytes) -> bytes:
-        size = struct.pack(">I", len(body))
-        return size + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
     head = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
     whole = part(b"IHDR", head) + part(b"IDAT", zlib.compress(pixels, 1)) + part(b"IEND", b"")
@@ -51,6 +53,12 @@ HOSTILE: dict[str, Callable[[], tuple[bytes, str]]] = {
     "a png as jpeg": lambda: (file_of(Image.new("RGB", (64, 64))), "jpeg"),
     "polyglot": lambda: (b"\x89PNG\r\n\x1a\n" + GOOD, "png"),
     "scans": lambda: (GOOD[:-2] + b"\xff\xda\x00\x02" * 40 + GOOD[-2:], "jpeg"),
+    "chunks": lambda: (
+        (png := written(8, 8, 8, bytes(72)))[:33] + part(b"teXt", b"") * 20_000 + png[33:],
+        "png",
+    ),
+    "segments": lambda: (GOOD[:2] + b"\xff\xfe\0\2" * 20_000 + GOOD[2:], "jpeg"),
+    "fill bytes": lambda: (GOOD[:2] + b"\xff" * 20_000 + GOOD[2:], "jpeg"),
     "nothing": lambda: (b"", "png"),
 }
 """Name -> a file, and the format that it is sent as."""
