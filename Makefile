@@ -1,5 +1,5 @@
-# make test    every check: ruff, mypy, pyright, the quick tests
-# make test-full    every test that a CPU can run
+# make test    ruff, mypy and the quick tests, in less than five minutes
+# make test-full    pyright, and every test that a CPU can run
 # make emulator    every test of the kernels, on the CPU
 # make mutations    plants mistakes and runs the quick tests that must notice them
 # make agents    LangChain and openai-agents against the gateway; installs them
@@ -43,11 +43,11 @@ help:
 test: $(DEV_READY)
 	@echo "== ruff" && $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== mypy" && $(BIN)/mypy
-	@echo "== pyright" && $(PYRIGHT)
 	@echo "== pytest" && $(PYTEST) -m "not slow and not emulator" --cpu-budget
 
 test-full: $(DEV_READY)
-	@$(PYTEST)
+	@echo "== pyright" && $(PYRIGHT)
+	@echo "== pytest" && $(PYTEST)
 
 emulator: $(DEV_READY)
 	@$(PYTEST) tests/emulator tests/plugins

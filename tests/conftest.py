@@ -4,6 +4,7 @@ where there is none.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 
@@ -21,11 +22,21 @@ pytest_plugins = ("support.bench_fixtures", "support.cpu_seconds", "support.serv
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("house")
 
+DEVICE = shutil.which("nvidia-smi") is not None
+collect_ignore = [] if DEVICE else ["gpu"]
+"""Only saves the time of collecting them: a folder given to pytest by name is collected."""
+
+# What collecting makes lives as long as the process: no search for garbage need visit it.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if shutil.which("nvidia-smi") is not None:
-        return
-    devices = [item for item in items if any(map(item.get_closest_marker, ("gpu", "thor")))]
-    if devices:
-        config.hook.pytest_deselected(items=devices)
-        items[:] = [item for item in items if item not in set(devices)]
+    devices = {item for item in items if any(map(item.get_closest_marker, ("gpu", "thor")))}
+    if devices and not DEVICE:
+        config.hook.pytest_deselected(items=list(devices))
+        items[:] = [item for item in items if item not in devices]

@@ -32,11 +32,11 @@ def keygen(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         clients.mkdir(mode=0o700, exist_ok=True)
-        for name in (SERVER, CLIENT):
+        for name, folders in ((SERVER, (directory,)), (CLIENT, (directory, clients))):
             public, secret = (key.decode() for key in zmq.curve_keypair())
             _write(directory / f"{name}{SECRET}", secret)
-            _write(directory / f"{name}{PUBLIC}", public)
-        _write(clients / f"{CLIENT}{PUBLIC}", public)
+            for folder in folders:
+                _write(folder / f"{name}{PUBLIC}", public)
     except OSError as e:
         raise ConfigError(
             f"{directory} must be a directory without keys, in which they can be written "

@@ -18,13 +18,18 @@ STEP = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10}
 """One rounding of a narrow type."""
 FUNCTION = Near(apart=0.01, error=1e-6)
 
+FURTHER = [f"seed_{i}_rejecting" for i in range(2, 6)]
+"""Random cases of `sample` like two others."""
+
 OPERATORS = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 def every_case() -> Iterator[object]:
     for op in OPS:
         for case in CASES[op.name](np.random.default_rng(7)):
-            yield pytest.param(op, case, id=f"{op.name}-{case.name}")
+            further = op.name == "sample" and case.name in FURTHER
+            marks = pytest.mark.slow if further else ()
+            yield pytest.param(op, case, id=f"{op.name}-{case.name}", marks=marks)
 
 
 @pytest.mark.parametrize(("op", "case"), list(every_case()))

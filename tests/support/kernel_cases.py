@@ -5,7 +5,7 @@ Apart from those sizes they are small, because the emulator runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -107,10 +107,13 @@ QUICK = """
 """Hard cases of the operators, which `make test` runs on the emulator; all cases of accept."""
 
 
-def cases_by_operator(ops: Iterable[Op], names: Callable[[Op], Iterable[str]]) -> Marks:
-    """Parametrizes a test by operators and the names of their cases. Those that are not QUICK are
-    marked `emulator`.
+def cases_by_operator(
+    ops: Iterable[Op], names: Callable[[Op], Iterable[str]], further: Collection[str] = ()
+) -> Marks:
+    """Parametrizes a test by operators and the names of their cases. Those that are not QUICK, or
+    among `further`, are marked `emulator`.
     """
+    quick = {*QUICK} - {*further}
     return pytest.mark.parametrize(
         ("op", "name"),
         [
@@ -118,7 +121,7 @@ def cases_by_operator(ops: Iterable[Op], names: Callable[[Op], Iterable[str]]) -
                 op,
                 name,
                 id=f"{op.name}-{name}",
-                marks=() if op.name == "accept" or name in QUICK else pytest.mark.emulator,
+                marks=() if op.name == "accept" or name in quick else pytest.mark.emulator,
             )
             for op in ops
             for name in names(op)

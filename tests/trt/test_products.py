@@ -32,7 +32,7 @@ def products(dialect: Dialect) -> Counter[str]:
     "dialect",
     [
         "modelopt",
-        "fp8",
+        pytest.param("fp8", marks=pytest.mark.slow),
         pytest.param("compressed-tensors", marks=pytest.mark.slow),
         pytest.param("mixed", marks=pytest.mark.slow),
     ],

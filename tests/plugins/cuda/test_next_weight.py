@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
 from emulator.compiler import COMPILER
 from emulator.runner import Emulator
+from support.coverings import some
 from support.kernel_cases import cases_of
 from support.kernel_runner import Buffer, Call, Step, call_of, launch, rule_of
 from support.prefetch_calls import PACKED, fetching, of_few_rows
@@ -36,11 +38,12 @@ from thor_dflash.plugins.linear.layout import WeightKind
 from thor_dflash.plugins.linear.partition import halves, partition
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ (Debian package g++)")
-operators = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=lambda op: op.name)
+OP = attrgetter("name")
+operators = pytest.mark.parametrize("op", [GDN, VERIFY_ATTENTION], ids=OP)
 
 
 @emulated
-@operators
+@pytest.mark.parametrize("op", some([GDN, VERIFY_ATTENTION], [VERIFY_ATTENTION]), ids=OP)
 def test_prefetching_changes_no_result(op: Op) -> None:
     call = next(iter(of_few_rows(op).values()))
     same_bits(launch(fetching(call), Emulator(1), THOR), launch(call, Emulator(1), THOR))
@@ -51,7 +54,11 @@ def test_prefetching_changes_no_result(op: Op) -> None:
     ("op", "name"),
     [
         (GDN, "more_verify_16_rows_fold_2_of_16_records_bfloat16"),
-        (VERIFY_ATTENTION, "more_16_rows_at_1_4x2x256_float8_e4m3fn"),
+        pytest.param(
+            VERIFY_ATTENTION,
+            "more_16_rows_at_1_4x2x256_float8_e4m3fn",
+            marks=pytest.mark.emulator,
+        ),
         (VERIFY_ATTENTION, "more_31_rows_at_120_4x2x256_float8_e4m3fn"),
     ],
     ids=["gdn", "blocks_without_work", "blocks_of_the_later_rows"],

@@ -181,13 +181,17 @@ def test_a_creator_makes_the_calls_of_its_package_and_no_others() -> None:
 
 # ---- enqueue -----------------------------------------------------------------------------------
 SMALL = 3
-"""Cases of each operator that run here, those with the smallest inputs. All cases run on a GPU."""
+"""Cases of each operator that run here, those with the smallest inputs; `make test` runs the first.
+All cases run on a GPU."""
 
 
 def small(op: Op) -> list[Any]:
     cases = cases_of(op)
     found = [(sum(x.nbytes for x in cases[n].inputs.values()), n) for n, _ in taken_of(op)]
-    return [pytest.param(op, name, id=f"{op.name}-{name}") for _, name in sorted(found)[:SMALL]]
+    return [
+        pytest.param(op, name, id=f"{op.name}-{name}", marks=pytest.mark.emulator if i else ())
+        for i, (_, name) in enumerate(sorted(found)[:SMALL])
+    ]
 
 
 @pytest.mark.parametrize(("op", "name"), [param for op in OPS for param in small(op)])

@@ -50,10 +50,15 @@ def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
     }[kind]
 
 
+def further(*values: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("geometry", "kind"),
     [
-        *((geometry, "erring") for geometry in GEOMETRIES),
+        *((geometry, "erring") for geometry in ("0.8b", "27b", "narrow")),
+        *(further(geometry, "erring") for geometry in ("4b", "heads27b")),
         *zip(GEOMETRIES, cycle(["real", "hostile", "dead", "random", "oracle"]), strict=False),
         *(("27b", kind) for kind in ("real", "hostile", "oracle")),
     ],

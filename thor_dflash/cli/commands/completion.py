@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, config: Config, progress: Progress) -> None:
 
 def _complete_paths(one: argparse.ArgumentParser) -> None:
     """Let options of paths complete paths, in the commands as well."""
-    for action in one._actions:
+    for action in one._actions:  # noqa: SLF001 (argparse has no public list of them)
         choices: object = action.choices
         if isinstance(choices, Mapping):  # the commands
             for command in cast("Mapping[str, argparse.ArgumentParser]", choices).values():
