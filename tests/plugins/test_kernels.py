@@ -63,6 +63,10 @@ WITHOUT_PART = ("more_mixed_16_of_640", "more_segments_16", "more_bfloat16_16_ro
 SMALL = Device((9, 0), 12)
 """Each block has more to do, and there are fewer to emulate, than on an H100."""
 SLOW_TO_COMPILE = ("gdn", "verify_attention", "draft_attention", "sample")
+FEW = ("fp8", "nan_row", "reduced_vocabulary")
+"""Cases in whose launches rows are as far apart as in "more_equals_far_and_near" (head) and
+"mixed_segments" (linear).
+"""
 FORWARD, BACKWARDS, SHUFFLED = 0, 1, 2
 """Seeds of the emulator: the order of threads and blocks."""
 Defines = tuple[tuple[str, int], ...]
@@ -146,7 +150,7 @@ def test_every_fp4_code_times_every_scale_is_exact(rows: int) -> None:
 @cases_by_operator(
     OPERATORS,
     lambda op: [name for name in prefixes(op) if name in taken(op)],
-    further="more_cancelled mixed_segments reduced_vocabulary nan_row".split(),
+    further=(*FEW, "more_cancelled", "more_segments_16", "gated_head_norm"),
 )
 def test_a_row_does_not_depend_on_the_rows_after_it(op: Op, name: str) -> None:
     case = in_kernel_types(op, cases_of(op)[name])

@@ -101,7 +101,7 @@ def test_any_layout_is_cut_whole(
     assert made(plan, partition(plan, count)) == wanted(plan)
 
 
-@pytest.mark.parametrize("rows", some([16, 40, 64, 130], [16, 40]))
+@pytest.mark.parametrize("rows", some([16, 40, 64, 130], [16]))
 def test_segments_may_end_inside_a_strip(rows: int) -> None:
     rng = np.random.default_rng(rows)
     inputs: dict[str, Array] = {
@@ -139,7 +139,7 @@ def test_a_block_may_have_any_number_of_items(rows: int, seed: int, n: int, item
     ("kind", "rows", "n", "k", "parts", "tiles"),
     [
         ("fp8", 16, 192, 320, 2, [2, 1]),
-        ("bfloat16", 32, 192, 320, 2, [1, 1, 1]),
+        pytest.param("bfloat16", 32, 192, 320, 2, [1, 1, 1], marks=pytest.mark.emulator),
         ("nvfp4", 16, 320, 1024, 8, [4, 1]),
     ],
 )

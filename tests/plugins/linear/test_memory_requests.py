@@ -72,8 +72,9 @@ Product = tuple[int, tuple[WeightKind, ...], tuple[int, ...], bool]
 
 
 @pytest.mark.parametrize(
-    ("shape", "multiprocessors", "rows"), [(MIXED, 2, 16), (MIXED, 20, 5), (GATE_UP, 20, 16)]
-)  # fmt: skip
+    ("shape", "multiprocessors", "rows"),
+    some([(MIXED, 2, 16), (MIXED, 20, 5), (GATE_UP, 20, 16)], [(MIXED, 20, 5), (GATE_UP, 20, 16)]),
+)
 def test_weights_are_requested_once_and_rows_kept_for_every_item(
     shape: Product, multiprocessors: int, rows: int
 ) -> None:

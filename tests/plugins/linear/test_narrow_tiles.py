@@ -111,7 +111,7 @@ def test_memory_is_free_only_when_whole_and_narrow_tiles_have_been_loaded(rows: 
 
 @emulated
 @pairwise(
-    quick=3,
+    quick=2,
     rows=[1, 7, 16, 17, 32],
     k_on=[(704, 40), (16, 2), (64, 1), (128, 3), (192, 4), (384, 2), (704, 4)],
 )

@@ -206,7 +206,8 @@ def test_images_are_beside_the_largest_request(encoding: Codec) -> None:
 
     codec.read(encoding, encoding.encode({**PLAN, "images": [image]}), head, most)
     assert refusal(images=[image], prompt="y" * most) == ("too_large", None)
-    assert refusal(images=[image] * (codec.MOST_IMAGES + 1))[0] == "too_large"
+    few = {**image, "data": data[:4]}
+    assert refusal(images=[image, *[few] * codec.MOST_IMAGES]) == ("too_large", "images")
     assert refusal(images=[data]) == ("bad_request", "images")
 
 
