@@ -38,12 +38,13 @@ def pairwise(quick: int | None = None, **values: Sequence[Any]) -> pytest.MarkDe
     return pytest.mark.parametrize(tuple(values), some(rows, rows[:quick]))
 
 
-def some(rows: Sequence[Any], quick: Sequence[Any]) -> list[Any]:
-    """Returns rows of parameters, all of them marked `emulator` but those that are in `quick`."""
-    return [
-        row if row in quick else pytest.param(*_values(row), marks=pytest.mark.emulator)
-        for row in rows
-    ]
+def some(
+    rows: Sequence[Any],
+    quick: Sequence[Any],
+    mark: pytest.MarkDecorator = pytest.mark.emulator,
+) -> list[Any]:
+    """Returns rows of parameters, all of them marked but those that are in `quick`."""
+    return [row if row in quick else pytest.param(*_values(row), marks=mark) for row in rows]
 
 
 def _values(row: Any) -> tuple[Any, ...]:

@@ -165,7 +165,7 @@ SLOTS = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "slots", "kv", "dim"), some(SLOTS, [*SLOTS[:3], SLOTS[-1]])
+    ("rows", "length", "slots", "kv", "dim"), some(SLOTS, [SLOTS[i] for i in (0, 1, 3, 5)])
 )
 @pytest.mark.parametrize("plain", some([DType.F32, DType.BF16], [DType.BF16]), ids=str)
 def test_context_rows_land_in_their_slots_and_nothing_else_moves(

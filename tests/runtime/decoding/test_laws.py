@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.coverings import some
 from support.loop_models import DEAD, answer, drafts, erring, hostile, oracle, prompt, session
 
 from thor_dflash.core.errors import TransactionError
@@ -20,6 +21,8 @@ from thor_dflash.runtime.decoding.sequence_state import SequenceState, Snapshot
 from thor_dflash.runtime.session import Request, Session
 
 GEOMETRIES = ("0.8b", "4b", "27b", "heads27b", "narrow")
+FEW = ("0.8b", "27b", "narrow")
+SLOW = pytest.mark.slow
 LAWFUL = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -50,15 +53,10 @@ def drafter(kind: str, truth: list[int], seed: int) -> Proposer:
     }[kind]
 
 
-def further(*values: str) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("geometry", "kind"),
     [
-        *((geometry, "erring") for geometry in ("0.8b", "27b", "narrow")),
-        *(further(geometry, "erring") for geometry in ("4b", "heads27b")),
+        *some([(g, "erring") for g in GEOMETRIES], [(g, "erring") for g in FEW], SLOW),
         *zip(GEOMETRIES, cycle(["real", "hostile", "dead", "random", "oracle"]), strict=False),
         *(("27b", kind) for kind in ("real", "hostile", "oracle")),
     ],
@@ -107,7 +105,7 @@ def cached(s: Session) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name.startswith("attention.")}
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", some(GEOMETRIES, FEW, SLOW))
 def test_an_oracle_gives_a_full_block_a_cycle(geometry: str) -> None:
     s = session(geometry)
     request = Request(prompt=prompt(40, seed=1), max_tokens=64)
@@ -156,11 +154,14 @@ def commit(s: Session, tokens: list[int], count: int) -> None:
     s.model.state.commit(count)
 
 
+FOLDED = list(zip(cycle(GEOMETRIES), range(1, 17), strict=False))
+
+
 @pytest.mark.parametrize(
     ("geometry", "count"),
     [
-        *zip(cycle(GEOMETRIES), range(1, 17), strict=False),
-        *(("27b", count) for count in (1, 4, 7, 16)),
+        *some(FOLDED, FOLDED[::2], SLOW),
+        *some([("27b", n) for n in (1, 4, 7, 16)], [("27b", 1), ("27b", 16)], SLOW),
     ],
 )
 def test_fold_of_n_rows_is_n_folds_of_one(geometry: str, count: int) -> None:
@@ -260,7 +261,7 @@ def test_a_failed_step_must_be_reset_or_restored(
     ("geometry", "block", "chunk", "kv"),
     [
         ("27b", 2, 1, "f32"),
-        ("4b", 5, 7, "bf16"),
+        pytest.param("4b", 5, 7, "bf16", marks=SLOW),
         pytest.param("4b", 7, 5, "f32", marks=pytest.mark.slow),
         pytest.param("27b", 8, 64, "fp8", marks=pytest.mark.slow),
         pytest.param("27b", 16, 48, "fp8", marks=pytest.mark.slow),

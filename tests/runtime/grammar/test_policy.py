@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from support.constrained_model import PLAN, SMALL, asked, constrained, session, text
+from support.coverings import some
 from support.loop_models import DEAD, drafts, erring, hostile, oracle
 from support.plan_formats import skills
 
@@ -177,22 +178,14 @@ def only_choices(made: Grammar, tokens: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("message", "limit"),
-    [
-        *(("Enough.\n</think>\n\n", limit) for limit in (0, 15, 16)),
-        ("</think>\n\n", 7),
-        ("</think>", 15),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                *(("Enough.\n</think>\n\n", limit) for limit in (1, 17)),
-                ("</think>\n\n", 0),
-                ("</think>", 7),
-            )
-        ),
-    ],
-)
+LEADS = [
+    *(("Enough.\n</think>\n\n", limit) for limit in (0, 1, 15, 17, 16)),
+    *(("</think>\n\n", limit) for limit in (0, 7)),
+    *(("</think>", limit) for limit in (7, 15)),
+]
+
+
+@pytest.mark.parametrize(("message", "limit"), some(LEADS, LEADS[::2], pytest.mark.slow))
 def test_a_budget_that_closes_thinking_leads_into_the_grammar(limit: int, message: str) -> None:
     request, made = asked(True), grammar(PLAN)
     close = tuple(text().encode(message))
@@ -315,7 +308,7 @@ class Mute:
 
 
 @pytest.mark.parametrize("kind", ["nobody", "oracle", "real", "dead"])
-@pytest.mark.parametrize("at", range(2, 24, 3))
+@pytest.mark.parametrize("at", some(range(2, 24, 3), range(2, 24, 9), pytest.mark.slow))
 def test_a_dead_end_in_any_row_ends_the_request_there(at: int, kind: str) -> None:
     made = grammar(SMALL)
     truth = plain(SMALL, force=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from support.coverings import some
 from support.loop_models import DEAD, erring
 from support.thinking_models import Asked, after, first_seen, oracle, run, thinker
 
@@ -53,9 +54,15 @@ def proposers(truth: list[int]) -> list[Proposer]:
     return [oracle(truth), erring(truth, 0.2, 3)]
 
 
+CLOSES = [
+    *[(0, 1), (0, 20), (1, 20), (15, 1), (16, 1)],
+    *[(16, 20), (17, 20), (23, 1), (24, 20), (31, 20)],
+]
+
+
 @pytest.mark.parametrize(
     ("limit", "length"),
-    [(0, 1), (0, 20), (1, 20), (15, 1), (16, 1), (16, 20), (17, 20), (23, 1), (24, 20), (31, 20)],
+    some(CLOSES, [(0, 20), (15, 1), (16, 20), (17, 20), (23, 1)], pytest.mark.slow),
 )
 def test_the_close_falls_anywhere_in_a_block(limit: int, length: int) -> None:
     close = message(length)
