@@ -1,4 +1,4 @@
-# make test    ruff, mypy and the quick tests, in less than five minutes
+# make test    ruff, mypy and the quick tests
 # make test-full    pyright, and every test that a CPU can run
 # make emulator    every test of the kernels, on the CPU
 # make mutations    plants mistakes and runs the quick tests that must notice them
