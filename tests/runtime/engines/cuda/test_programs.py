@@ -19,6 +19,8 @@ from support.engine_pair import DEVICE, SECOND, Pair, opened, packages, paired
 from support.loop_models import answer, oracle
 from support.poisoned_memory import poison
 
+from thor_dflash.calib.calibrate.observed_steps import ProgramObserver
+from thor_dflash.calib.check.step_runner import StepRunner
 from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
@@ -86,6 +88,24 @@ def test_a_new_sequence_finds_cleared_states(root: Path) -> None:
         assert all(engine.read(tensor).all() for tensor in states.values())
         state.reset()
         assert [n for n, tensor in states.items() if engine.read(tensor).any()] == []
+
+
+@pytest.mark.slow
+def test_steps_in_ranges_leave_what_a_graph_leaves(root: Path) -> None:
+    """Each range is captured once and run at both places of a state; a block between runs whole."""
+    with paired(root, 16) as made:
+        model, logits = made.ours, list[list[np.ndarray]]()
+        assert isinstance(model.engine, CudaEngine)
+        show = ProgramObserver(StepRunner(model.engine))
+        for whole in ([0, 1, 2, 3], [2]):
+            model.state.reset()
+            logits.append([])
+            for i, count in enumerate((13, 16, 16, 16)):
+                model.write_tokens(range(16 * i, 16 * i + 16))
+                model.verify(None if i in whole else lambda call: [None for _ in show.run(call)])
+                logits[-1].append(model.read("logits"))
+                model.state.commit(count)
+        np.testing.assert_array_equal(logits[0], logits[1])
 
 
 @pytest.mark.slow
