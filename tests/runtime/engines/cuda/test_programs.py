@@ -15,20 +15,23 @@ import pytest
 from emulator.compiler import COMPILER, EmulatorFault
 from stand_ins.emulated_driver import emulate
 from support.drawn_blocks import decided_by_law
-from support.engine_pair import DEVICE, SECOND, Pair, opened, packages, paired
+from support.engine_pair import DEVICE, NEAR, SECOND, Pair, opened, packages, paired
 from support.loop_models import answer, oracle
 from support.poisoned_memory import poison
 
 from thor_dflash.calib.calibrate.observed_steps import ProgramObserver
+from thor_dflash.calib.calibrate.package_statistics import observer, package_statistics
 from thor_dflash.calib.check.step_runner import StepRunner
+from thor_dflash.calib.quantize.statistics import Statistics, read_statistics
 from thor_dflash.config.decode import SamplingConfig
 from thor_dflash.config.engine import EngineConfig
+from thor_dflash.core.progress import Silent
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter
 from thor_dflash.runtime.engines.cuda.engine import CudaEngine
 from thor_dflash.runtime.engines.cuda.launch_runner import LaunchRunner
 from thor_dflash.runtime.measure.chain_timer import ChainTimer, tunable
 from thor_dflash.runtime.measure.cuda_bench import CudaBench
-from thor_dflash.runtime.session import Request
+from thor_dflash.runtime.session import Request, Session
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -106,6 +109,29 @@ def test_steps_in_ranges_leave_what_a_graph_leaves(root: Path) -> None:
                 logits[-1].append(model.read("logits"))
                 model.state.commit(count)
         np.testing.assert_array_equal(logits[0], logits[1])
+
+
+@pytest.mark.slow
+def test_activations_are_those_on_onnx_runtime(root: Path, tmp_path: Path) -> None:
+    """Also of rows that are written as slabs, too, with a norm or gate applied. An energy is a mean
+    of squares, so it differs by twice what values do.
+    """
+    found: list[Statistics] = []
+    with paired(root, 16) as made:
+        for engine, model in (("cuda", made.ours), ("ort", made.theirs)):
+            show, out = observer(root / engine, model.engine), tmp_path / f"{engine}.safetensors"
+            documents = [tuple(range(40)), tuple(range(60, 99))]
+            out.write_bytes(package_statistics(Session(model, None), show, documents, 1, Silent()))
+            found.append(read_statistics(out))
+    have, want = found
+    assert list(have.inputs) == list(want.inputs)
+    for name, one in want.inputs.items():
+        error = np.abs(have.inputs[name].energy - one.energy).max()
+        assert error <= 2 * NEAR * one.energy.max(), name
+        assert have.inputs[name].energy.sum() == pytest.approx(one.energy.sum(), rel=0.01), name
+        assert have.inputs[name].amax == pytest.approx(one.amax, rel=NEAR), name
+    np.testing.assert_allclose(have.cache[2].k_amax, want.cache[2].k_amax, rtol=NEAR)
+    np.testing.assert_allclose(have.cache[2].v_amax, want.cache[2].v_amax, rtol=NEAR)
 
 
 @pytest.mark.slow
