@@ -132,14 +132,17 @@ def interrupted(tmp: Path, prefill: EngineGraphs, at: int) -> int:
     return count.count
 
 
-def test_ctrl_c_ends_a_build_wherever_it_comes(prefill: EngineGraphs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_a_build_wherever_it_comes(
+    prefill: EngineGraphs, tmp_path: Path, points: int
+) -> None:
     """An exception raised in a call of TensorRT would be lost, or crash it."""
     before = signal.getsignal(signal.SIGINT)
     calls = interrupted(tmp_path, prefill, 0)
     assert calls > 200
-    for point in range(20):
+    for point in range(points):
         with pytest.raises(KeyboardInterrupt):
-            interrupted(tmp_path, prefill, 1 + point * (calls - 1) // 19)
+            interrupted(tmp_path, prefill, 1 + point * (calls - 1) // (points - 1))
         assert signal.getsignal(signal.SIGINT) is before
 
 

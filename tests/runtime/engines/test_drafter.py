@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.checkpoints import DrafterGeometry
+from support.coverings import some
 from support.drafter_bench import (
     ANCHOR,
     FULL,
@@ -68,7 +69,7 @@ def one_by_one() -> Iterator[tuple[str, int]]:
 CONTEXTS = (0, 1, 15, 16, 17, 31, 32, 33, 48, 71, 72, 73, 145, 240)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some([*KINDS], [*({*KINDS} - {"all full"})], pytest.mark.slow))
 def test_logits_are_the_plain_drafters(name: str) -> None:
     b = bench(name)
     taps = features(b, max(CONTEXTS))

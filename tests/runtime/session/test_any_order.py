@@ -367,7 +367,16 @@ class AnyOrder(RuleBasedStateMachine):
         adds_up(report, sum(len(chunk.tokens) for chunk in got))
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=3, stateful_step_count=20, suppress_health_check=list(HealthCheck)
-)
+def of(examples: int) -> settings:
+    return settings(
+        max_examples=examples, stateful_step_count=20, suppress_health_check=list(HealthCheck)
+    )
+
+
+class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[name-defined, misc]
+    settings = of(2)
+
+
+@pytest.mark.slow
+class TestMoreOrders(AnyOrder.TestCase):  # type: ignore[name-defined, misc]
+    settings = of(6)

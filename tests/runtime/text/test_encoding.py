@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.constrained_model import TOKENIZER
 
@@ -18,7 +18,6 @@ def text() -> Tokenizer:
     return Tokenizer.load(TOKENIZER)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.sampled_from(MARKS + ODD) | st.text(max_size=9), max_size=9))
 def test_the_ids_are_those_of_the_text_alone(text: Tokenizer, parts: list[str]) -> None:
     written = "".join(parts)
