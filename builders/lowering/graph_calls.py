@@ -14,13 +14,12 @@ from onnx import numpy_helper
 
 from thor_dflash.builders.lowering.op_call import OperatorCall, ValueType
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.tensors import DType
 from thor_dflash.plugins import OPS
 from thor_dflash.plugins.contract import DOMAIN
+from thor_dflash.plugins.onnx_builder import ONNX_TYPE
 
 _TYPES = {op.type: op for op in OPS}
-_DTYPES = {1: DType.F32, 2: DType.U8, 6: DType.I32, 7: DType.I64, 9: DType.BOOL,
-           10: DType.F16, 16: DType.BF16, 17: DType.FP8}  # fmt: skip
+_DTYPES = {kind: dtype for dtype, kind in ONNX_TYPE.items()}
 """Element types of onnx.TensorProto."""
 
 

@@ -25,6 +25,7 @@ from thor_dflash.calib.calibrate.observed_steps import (
     StepObserver,
 )
 from thor_dflash.calib.quantize.statistics import norms_fingerprint, statistics_file
+from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.manifest import Manifest, identity
@@ -39,9 +40,10 @@ again that is being summed up."""
 def observer(package: Path, engine: Engine) -> StepObserver:
     """Return the observer of an engine, ort or cuda. Imports lazily, as `tracer` does."""
     if type(engine).__name__ == "OrtEngine":
-        from thor_dflash.calib.calibrate.graph_observer import GraphObserver
         from thor_dflash.runtime.engines.ort import OrtEngine
 
+        with extra("build"):
+            from thor_dflash.calib.calibrate.graph_observer import GraphObserver
         assert isinstance(engine, OrtEngine)
         return GraphObserver(package, engine)
     from thor_dflash.calib.check.step_runner import StepRunner
@@ -98,7 +100,7 @@ def _metadata(session: Session, documents: Sequence[tuple[int, ...]]) -> dict[st
         "documents": str(len(documents)),
         "corpus": hashlib.sha256(repr(documents).encode()).hexdigest(),
         "source": manifest.sources["target"].directory,
-        "weights": " ".join(weights_of(manifest)),
+        "weights": " ".join(_weight_kinds(manifest)),
         "engine": f"{manifest.engine}, verify blocks of {session.model.block} rows, activations "
         f"{manifest.activations}, cache {manifest.kv}, on {session.model.engine.device}",
         "package": identity(manifest),
@@ -106,7 +108,7 @@ def _metadata(session: Session, documents: Sequence[tuple[int, ...]]) -> dict[st
     }
 
 
-def weights_of(manifest: Manifest) -> list[str]:
+def _weight_kinds(manifest: Manifest) -> list[str]:
     """Return the kinds of weights of the target's linears."""
     # Those of a drafter and of a vision tower have a prefix.
     kinds = (kind for name, kind in manifest.quantisation.items() if "." not in name)

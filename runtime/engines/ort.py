@@ -38,7 +38,6 @@ _ONNX_TYPE = {DType.F32: 1, DType.BF16: 16, DType.I32: 6, DType.FP8: 17, DType.I
               DType.F16: 10, DType.U8: 2, DType.BOOL: 9}  # fmt: skip
 """ONNX TensorProto element types, spelled out because the runtime does not import onnx."""
 
-
 FOLDER = "session.model_external_initializers_file_folder_path"
 """Where the weights of a model that is given as bytes are."""
 
@@ -113,8 +112,7 @@ class OrtEngine:
     def load(self, name: str) -> Graph:
         """See Engine."""
         if name not in self._graphs:
-            path = self.package / f"{name}.onnx"
-            self._graphs[name] = self._load(name, path, str(path))
+            self._graphs[name] = self._load(name)
         return self._graphs[name]
 
     def load_model(self, name: str, model: bytes) -> Graph:
@@ -123,9 +121,10 @@ class OrtEngine:
         Raises:
             EngineError: it cannot run here.
         """
-        return self._load(name, self.package / f"{name}.onnx", model)
+        return self._load(name, model)
 
-    def _load(self, name: str, path: Path, model: str | bytes) -> OrtGraph:
+    def _load(self, name: str, model: bytes = b"") -> OrtGraph:
+        path = self.package / f"{name}.onnx"
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -134,7 +133,7 @@ class OrtEngine:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(FOLDER, str(self.package))
         try:
-            session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(model or str(path), options, providers=["CPUExecutionProvider"])
         except Exception as e:  # ONNX Runtime's errors have no common base of their own
             raise EngineError(
                 f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"

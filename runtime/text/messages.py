@@ -152,7 +152,7 @@ def rendered_order(turns: Sequence[Mapping[str, Any]]) -> list[int]:
                 part.sort(key=lambda i: order[turns[i].get("tool_call_id")])
         else:
             calls = cast("list[dict[str, object]]", turns[part[-1]].get("tool_calls") or [])
-            named = [(i, call.get("id")) for i, call in enumerate(calls)]
-            order = {call: i for i, call in named if isinstance(call, str)}
+            ids = [call.get("id") for call in calls]
+            order = {name: i for i, name in enumerate(ids) if isinstance(name, str)}
         found += part
     return found

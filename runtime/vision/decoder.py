@@ -172,11 +172,11 @@ def _still_image(data: bytes, kind: Literal["jpeg", "png"]) -> NDArray[np.uint8]
 
 @cache
 def _ignore_warnings() -> None:
-    """Ignore what Pillow warns of in metadata, of which Python keeps every text that is new.
+    """Ignore what Pillow warns of in a file, of which Python keeps every text that is new.
     For the whole process, as filters are: `catch_warnings` changes those of other threads, and two
     threads within it may leave them changed.
     """
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _on_white(library: Any, image: Any) -> NDArray[np.uint8]:

@@ -99,7 +99,8 @@ def _image_parts(
     if all(isinstance(message.content, str) for message in messages):
         return
     for i in rendered_order([structs.asdict(message) for message in messages]):
-        for j, part in enumerate(messages[i].content):
+        content = messages[i].content
+        for j, part in enumerate(() if isinstance(content, str) else content):
             if isinstance(part, wire.ImagePart):
                 yield f"messages[{i}].content[{j}].image", part
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin, TiffTags
-from support.image_files import HOSTILE, file_of
+from support.image_files import HOSTILE, file_of, written
 from support.seeing_model import frame
 
 from thor_dflash.core.errors import RequestError
@@ -97,12 +97,17 @@ def test_decoding_changes_no_warnings_of_other_threads(monkeypatch: pytest.Monke
 
 def test_warnings_about_a_file_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder._ignore_warnings.cache_clear()  # pytest has other filters in every test
+    for module in (TiffImagePlugin, Image):
+        monkeypatch.delattr(module, "__warningregistry__", raising=False)
     single = [tag for tag, info in sorted(TiffTags.TAGS_V2.items()) if info.length == 1]
     tags = b"".join(struct.pack(">HHIHH", tag, 3, 2, 1, 1) for tag in single)
     exif = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(single)) + tags + bytes(4)
     data = file_of(Image.fromarray(frame(2)), "JPEG", exif=exif)
     assert read(data, "jpeg").pixels.size
-    assert set(vars(TiffImagePlugin).get("__warningregistry__", ())) <= {"version"}
+    with pytest.raises(RequestError, match="pixels"):
+        read(written(10_000, 10_000, 8, b""))
+    for module in (TiffImagePlugin, Image):
+        assert set(vars(module).get("__warningregistry__", ())) <= {"version"}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

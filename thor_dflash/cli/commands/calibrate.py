@@ -62,12 +62,9 @@ def _of_checkpoint(args: Namespace, config: Config, progress: Progress) -> Docum
 
 
 def _of_package(args: Namespace, config: Config, progress: Progress) -> Documents:
-    from thor_dflash.core.extras import extra
+    from thor_dflash.calib.calibrate.package_statistics import observer, package_statistics
+    from thor_dflash.calib.documents import beginnings, read_documents
     from thor_dflash.runtime.session import open_session
-
-    with extra("build"):
-        from thor_dflash.calib.calibrate.package_statistics import observer, package_statistics
-        from thor_dflash.calib.documents import beginnings, read_documents
 
     engine = package_manifest.read(args.package).engine
     if engine == "tensorrt":
