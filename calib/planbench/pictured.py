@@ -224,7 +224,8 @@ def rearranged(pictured: PicturedTask) -> PicturedTask:
     task, before = pictured.task, pictured.task.scene
     if before.must_ask:
         raise ValueError(f"the request of {task.name} must be one that can be met")
-    rng, names = Random(f"{task.name}/rearranged"), [name for name, _ in before.objects]
+    name = f"{task.name}/rearranged"
+    rng, names = Random(name), [name for name, _ in before.objects]
     # Requests name an object, or the place where it is alone.
     placed = {
         index: dict(before.objects)[goal.subject]
@@ -245,7 +246,6 @@ def rearranged(pictured: PicturedTask) -> PicturedTask:
         if judge_scene(scene, task.plan).valid:
             continue
         thinking, plan = _answer(rng, scene, drawn, traces, placed)
-        name = f"{task.name}/rearranged"
         new = replace(task, name=name, thinking=thinking, plan=plan, scene=scene)
         return PicturedTask(new, drawn)
     raise Rejected(f"no arrangement of {task.name} needs another plan")

@@ -357,7 +357,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "quantize layer figure": table_bars("quantize-layer", "one layer", 3, "ns"),
     "quantize gpu": table("quantize-gpu", "one layer, GPU"),
     "quantize rehearsal": table("quantize-rehearsal", "rehearsal"),
-    "quantize sources": sources("quantize-layer", "quantize-gpu", "quantize-rehearsal"),
+    "calibrate package": table("calibrate-package", "calibrate"),
+    "quantize sources": sources(
+        "quantize-layer", "quantize-gpu", "quantize-rehearsal", "calibrate-package"
+    ),
     "numerics": table("numerics", "numerics"),
     "builds": table("numerics", "builds"),
     "numerics figure": table_bars("numerics", "builds", 4, "%"),

@@ -133,7 +133,9 @@ class OrtEngine:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(FOLDER, str(self.package))
         try:
-            session = ort.InferenceSession(model or str(path), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                model or str(path), options, providers=["CPUExecutionProvider"]
+            )
         except Exception as e:  # ONNX Runtime's errors have no common base of their own
             raise EngineError(
                 f"{path} must load in ONNX Runtime {ort.__version__} (got: {e})"

@@ -265,8 +265,9 @@ class CudaEngine:
     # ---- measurements --------------------------------------------------------------------
 
     def excerpt(self, calls: Sequence[Call], keep: Callable[[Step], bool]) -> CapturedGraph:
-        """Capture some steps of prepared calls as one graph, for measurements. The values that they
-        leave behind are meaningless. No weight is prefetched for a step that is left out.
+        """Capture some steps of prepared calls as one graph. The values that they leave behind are
+        those of a run only if every step before has run. No weight is prefetched for a step that is
+        left out.
         """
         segment = self.replay.segment([self.replay.bound[call] for call in calls])
         with self.replay.captured_places(segment):
