@@ -25,7 +25,6 @@ from thor_dflash.calib.calibrate.observed_steps import (
     StepObserver,
 )
 from thor_dflash.calib.quantize.statistics import norms_fingerprint, statistics_file
-from thor_dflash.core.extras import extra
 from thor_dflash.core.progress import Progress
 from thor_dflash.core.tensors import Array
 from thor_dflash.package.manifest import Manifest, identity
@@ -40,10 +39,9 @@ again that is being summed up."""
 def observer(package: Path, engine: Engine) -> StepObserver:
     """Return the observer of an engine, ort or cuda. Imports lazily, as `tracer` does."""
     if type(engine).__name__ == "OrtEngine":
+        from thor_dflash.calib.calibrate.graph_observer import GraphObserver
         from thor_dflash.runtime.engines.ort import OrtEngine
 
-        with extra("build"):
-            from thor_dflash.calib.calibrate.graph_observer import GraphObserver
         assert isinstance(engine, OrtEngine)
         return GraphObserver(package, engine)
     from thor_dflash.calib.check.step_runner import StepRunner

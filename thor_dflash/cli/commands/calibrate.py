@@ -63,6 +63,7 @@ def _of_checkpoint(args: Namespace, config: Config, progress: Progress) -> Docum
 
 def _of_package(args: Namespace, config: Config, progress: Progress) -> Documents:
     from thor_dflash.calib.calibrate.package_statistics import observer, package_statistics
+    from thor_dflash.calib.check.compare import need
     from thor_dflash.calib.documents import beginnings, read_documents
     from thor_dflash.runtime.session import open_session
 
@@ -71,6 +72,7 @@ def _of_package(args: Namespace, config: Config, progress: Progress) -> Document
         raise ConfigError(
             "--package must be of engine ort or cuda, whose steps can be seen (got tensorrt)"
         )
+    need(engine)
     documents: Documents = []
 
     def check(text: PackageText) -> None:
