@@ -14,8 +14,7 @@ from thor_dflash.core.errors import CheckpointError
 from thor_dflash.core.tensors import Array
 from thor_dflash.plugins import HEAD, LINEAR, VERIFY_ATTENTION
 from thor_dflash.plugins.contract import Arrays, Attributes, Op
-from thor_dflash.plugins.linear.reference import prologue
-from thor_dflash.plugins.numpy_math import rms_norm, wide
+from thor_dflash.plugins.numpy_math import wide
 from thor_dflash.plugins.verify_attention.reference import normed_and_turned
 
 Wide = NDArray[np.float64]
@@ -37,8 +36,10 @@ class _Sums:
     rows: int = 0
 
     def add(self, rows: Array) -> None:
-        self.square += (rows.astype(np.float64) ** 2).sum(axis=0)
-        np.maximum(self.amax, np.abs(rows).max(axis=0), out=self.amax)
+        # Without temporaries of the size of the rows; see `linear_input`.
+        self.square += np.einsum("tk,tk->k", rows, rows, dtype=np.float64)
+        for bound in (rows.max(axis=0), -rows.min(axis=0)):
+            np.maximum(self.amax, bound, out=self.amax)
         self.rows += len(rows)
 
 
@@ -61,10 +62,9 @@ class ActivationSums:
             self.cached("k", keys)
             self.cached("v", wide(x["v"]).reshape(keys.shape))
         elif op is HEAD:
-            norm = a.real("norm_eps"), a.real("norm_offset")
-            self.received(HEAD_NAME, rms_norm(wide(x["x"]), wide(x["norm_weight"]), *norm))
+            self.received(HEAD_NAME, linear_input(x, a))
         else:
-            self.received(name, prologue(x, a))
+            self.received(name, linear_input(x, a))
 
     def received(self, name: str, rows: Array) -> None:
         """Add the rows [T, K] that the linears of one input receive.
@@ -101,6 +101,31 @@ class ActivationSums:
         return CacheStatistics(k, v, float(np.sqrt(values.square.mean() / values.rows)))
 
 
+def linear_input(x: Arrays, a: Attributes) -> NDArray[np.float32]:
+    """Return what `prologue` and `rms_norm` define for a step of linear or head, in float32.
+
+    In place: threads that free large temporaries give their pages back each time, and wait for
+    one another when they take them again.
+    """
+    rows = np.array(x["x"], np.float32)
+    if "norm_weight" in x:
+        weight = np.asarray(x["norm_weight"], np.float32)
+        by_head = rows.reshape(len(rows), -1, len(weight))
+        square = np.einsum("thd,thd->th", by_head, by_head, dtype=np.float64)
+        root = np.sqrt(square / len(weight) + a.real("norm_eps"))
+        by_head *= (1 / root).astype(np.float32)[..., np.newaxis]
+        by_head *= np.float32(a.real("norm_offset")) + weight
+    if "gate" in x:
+        gate = np.array(x["gate"], np.float32)
+        if a.word("gate") == "silu":
+            rows *= gate
+        with np.errstate(over="ignore"):  # of gates below -88, where 1 / infinity is right
+            np.exp(np.negative(gate, out=gate), out=gate)
+        gate += 1
+        rows /= gate
+    return rows
+
+
 def finite(rows: Array, name: str) -> Array:
     """Return the rows, after checking them. Raises CheckpointError if one is infinite or NaN."""
     if not np.isfinite(rows).all():
@@ -109,8 +134,8 @@ def finite(rows: Array, name: str) -> Array:
 
 
 def _add(sums: dict[str, _Sums], name: str, rows: Array) -> None:
-    finite(rows, name)
     if name not in sums:
         width = int(rows.shape[1])
         sums[name] = _Sums(np.zeros(width), np.zeros(width))
     sums[name].add(rows)
+    finite(sums[name].square, name)  # no sum of squares is finite that has another number in it

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import thor_dflash
 from thor_dflash import calib
+from thor_dflash.builders.checkpoint.quantized_matrix import KINDS
 from thor_dflash.builders.checkpoint.target import EMBEDDING, HEAD, read_target
 from thor_dflash.builders.resume_key import code, inventory
 from thor_dflash.calib.calibrate.activations import ActivationSums
@@ -67,7 +68,7 @@ def calibrate(
     key = "\n".join([own, *inventory(directory)]).encode(errors="surrogateescape")
     with StagedCheckpoint(out, shards, hashlib.sha256(key).hexdigest()) as stage:
         parts = list(_Run(directory, target.dims, documents, stage, config).layers(progress))
-        kinds = {target.shards.entry(one.codes).dtype.name for one in target.linears.values()}
+        codes = {target.shards.entry(one.codes).dtype.name for one in target.linears.values()}
         metadata = {
             "model": fingerprint(target),
             "tokens": str(count),
@@ -75,7 +76,7 @@ def calibrate(
             "corpus": hashlib.sha256(repr(documents).encode()).hexdigest(),
             # A name need not be UTF-8.
             "source": os.fsencode(directory.resolve().name).decode(errors="replace"),
-            "weights": " ".join(sorted(kinds)),
+            "weights": " ".join(sorted(KINDS[name].value for name in codes)),
             "engine": "ort, layer by layer, float32",
             "producer": f"thor-dflash {thor_dflash.__version__}",
         }

@@ -66,7 +66,7 @@ def package_statistics(
     """
     model, total = session.model, sum(map(len, documents))
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        held = _HeldRows(show, pool)
+        held = _HeldRows(show, pool, model.block)
         with progress.task("calibrating", total, "tokens") as task:
             for tokens in documents:
                 model.state.reset()
@@ -119,6 +119,8 @@ class _HeldRows:
 
     show: StepObserver
     pool: ThreadPoolExecutor
+    block: int
+    """Rows of a step, with the padding."""
     sums: dict[str, ActivationSums] = field(default_factory=dict[str, ActivationSums])
     """Step -> its sums."""
     steps: dict[str, list[ObservedStep]] = field(default_factory=dict[str, list[ObservedStep]])
@@ -131,7 +133,7 @@ class _HeldRows:
         for step in self.show.run(call):
             self.steps.setdefault(step.name, []).append(step)
         self.at.append(at)
-        if sum(map(len, self.at)) >= ROWS:
+        if len(self.at) * self.block >= ROWS:
             self.add()
 
     def add(self) -> None:
@@ -148,7 +150,7 @@ class _HeldRows:
             one.result()
 
     def _add(self, steps: Sequence[ObservedStep], positions: Sequence[Array]) -> None:
-        # A block at a time: its float64 temporaries stay in a core's cache.
+        # A block at a time: its temporaries stay in a core's cache.
         for step, at in zip(steps, positions, strict=True):
             x = {port: rows[: len(at)] for port, rows in step.rows.items()}
             x |= {port: self.show.weights[name] for port, name in step.weights.items()}

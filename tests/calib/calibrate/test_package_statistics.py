@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,18 @@ from support.checkpoints import GEOMETRIES, write_target
 from thor_dflash.builders.build import build
 from thor_dflash.builders.checkpoint.target import read_target
 from thor_dflash.calib.calibrate.calibrate import calibrate
-from thor_dflash.calib.calibrate.observed_steps import ProgramObserver
-from thor_dflash.calib.calibrate.package_statistics import observer, package_statistics
+from thor_dflash.calib.calibrate.observed_steps import ObservedStep, ProgramObserver
+from thor_dflash.calib.calibrate.package_statistics import ROWS, observer, package_statistics
 from thor_dflash.calib.quantize.statistics import Statistics, read_statistics
 from thor_dflash.config.build import BuildConfig
 from thor_dflash.config.calibrate import CalibrateConfig
 from thor_dflash.config.engine import EngineConfig
 from thor_dflash.core.progress import Silent
+from thor_dflash.core.tensors import Array
 from thor_dflash.package import manifest
+from thor_dflash.plugins import HEAD
 from thor_dflash.runtime.decoding.model_runner import ModelRunner
+from thor_dflash.runtime.engines.protocol import Call
 from thor_dflash.runtime.session import Session, open_session
 
 SMALL = replace(GEOMETRIES["heads27b"], layers=2, interval=2, key_heads=2, value_heads=4)
@@ -96,7 +100,7 @@ def test_a_package_has_the_statistics_of_its_checkpoint(
 ) -> None:
     close(statistics, layers, 2e-5, 1e-5)
     statistics.check(read_target(source), {"lm_head": SMALL.hidden})
-    same = ("model", "tokens", "documents", "corpus", "source", "producer")
+    same = ("model", "tokens", "documents", "corpus", "source", "producer", "weights")
     assert [statistics.metadata[n] for n in same] == [layers.metadata[n] for n in same]
     assert statistics.metadata["weights"] == "bf16"
     assert "ort, verify blocks of 16 rows, activations f32, cache f32" in str(statistics.metadata)
@@ -107,6 +111,28 @@ def test_the_width_of_a_block_and_the_order_of_documents_change_nothing(
 ) -> None:
     other = measured(package, tmp_path / "s.safetensors", 8, DOCUMENTS[::-1])
     close(other, statistics, 2e-5, 1e-5)
+
+
+def test_rows_held_do_not_grow_with_short_documents(package: Path) -> None:
+    """Each document is a block of padding but one row."""
+    alive: list[weakref.ref[Array]] = []
+    most = 0
+    with closing(open_session(package, EngineConfig(threads=1), Silent())) as session:
+        show = observer(package, session.model.engine)
+        whole = show.run
+
+        def run(call: Call) -> Iterator[ObservedStep]:
+            nonlocal most
+            for step in whole(call):
+                if step.op is HEAD:
+                    alive.append(weakref.ref(step.rows["x"]))
+                    most = max(most, sum(16 for rows in alive if rows() is not None))
+                yield step
+
+        show.run = run  # type: ignore[method-assign]
+        package_statistics(session, show, [(i,) for i in range(24)], 1, Silent())
+    assert len(alive) == 24
+    assert most <= 2 * ROWS + 16
 
 
 @pytest.mark.slow

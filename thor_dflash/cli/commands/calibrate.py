@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thor_dflash.cli import output_files
 from thor_dflash.config.tree import Config
 from thor_dflash.core.errors import ConfigError
-from thor_dflash.core.progress import Progress
+from thor_dflash.core.progress import Progress, amount
 from thor_dflash.package import manifest as package_manifest
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def run(args: Namespace, config: Config, progress: Progress) -> None:
         documents = _of_checkpoint(args, config, progress)
     progress.close()
     count = sum(map(len, documents))
-    print(f"{args.out}: activations of {count:,} tokens in {len(documents)} documents")
+    of = f"{amount(count, 'tokens')} in {amount(len(documents), 'documents')}"
+    print(f"{args.out}: activations of {of}")
     if count < FEW:
         print(f"note: {FEW:,} tokens or more are better, of the kind that the model will meet")
 
