@@ -114,6 +114,16 @@ def test_of_an_unknown_option_its_name_is_repeated(capsys: pytest.CaptureFixture
     assert refused(capsys, "plan", "hi", "ho").startswith("unrecognized arguments: ho")
 
 
+def test_a_required_option_that_is_mistyped_is_not_called_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = refused(capsys, "generate", "--pakage", "p", "--prompt", "hi")
+    assert line.startswith("unrecognized arguments: --pakage: did you mean --package?")
+    assert "did you mean --version?" in refused(capsys, "--versio")
+    for texts in (["--no robot may move"], ["--", "--stop"]):
+        assert "are required: --package" in refused(capsys, "tune", *texts)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -32,7 +32,8 @@ SCRIPT = (
         ("onnxruntime", "ort", "generate --prompt hi --max-tokens 8 --package"),
         ("jsonschema_rs", "serve", "serve --mock"),
         ("tokenizers", "ort", "generate --prompt hi --max-tokens 8 --package"),
-        ("tomli_w", "ort", "doctor"),
+        ("ml_dtypes", "ort", "doctor"),
+        ("jinja2", "ort", "replay t --url http://127.0.0.1:9/v1 --html o.html"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -46,6 +47,17 @@ def test_a_missing_package_is_named_with_its_extra(
     message = f"thor-dflash: {missing} must be installed: pip install 'thor-dflash[{name}]'"
     assert done.returncode == 2, done.stderr
     assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["replay", "bfcl"])
+def test_measuring_a_server_needs_no_engine(tmp_path: Path, command: str) -> None:
+    script = f"import sys; sys.modules.update(dict.fromkeys({ENGINE}))\n{SCRIPT}"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "onnx", command, "no.jsonl", "--url", "http://127.0.0.1:9/v1"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "no.jsonl must be readable" in done.stderr
 
 
 def test_the_modules_of_engines_are_those_of_the_extra() -> None:

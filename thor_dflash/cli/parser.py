@@ -6,6 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import thor_dflash
@@ -22,6 +23,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{cut(message, MESSAGE)} (see {self.prog} --help)")
+
+    def unknown(self, words: Sequence[str]) -> list[str]:
+        """The long options among these words that the command does not have."""
+        # As to argparse, a word with a space is a text.
+        long = (x for x in takewhile(lambda word: word != "--", words) if x.startswith("--"))
+        known = self._option_string_actions
+        return [x for x in long if " " not in x and x.partition("=")[0] not in known]
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Refuse what `parse_known_args` left over; name the option that the first of these
@@ -74,7 +82,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top, commands = _parsers(argv[:1])
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         top.error(f"COMMAND must be a command (got {show(argv[0])}): {nearest(argv[0], COMMANDS)}")
-    args, others = top.parse_known_args(argv)
+    try:
+        args, others = top.parse_known_args(argv)
+    except ConfigError:
+        # Where a required option is mistyped, argparse only says that it is missing.
+        used = commands.get(argv[0], top) if argv else top
+        if unknown := used.unknown(argv):
+            used.refuse_unknown(unknown)
+        raise
     if others:
         commands[args.command].refuse_unknown(others)
     return args
@@ -85,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     return _parsers(None)[0]
 
 
-def _parsers(used: Sequence[str] | None) -> tuple[argparse.ArgumentParser, Mapping[str, _Parser]]:
+def _parsers(used: Sequence[str] | None) -> tuple[_Parser, Mapping[str, _Parser]]:
     """The parser and those of the commands. Only commands in `used` (None: all) get options."""
     made: dict[str, _Parser] = {}
     top = _Parser(prog="thor-dflash", description=thor_dflash.__doc__, allow_abbrev=False)

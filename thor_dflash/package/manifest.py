@@ -18,7 +18,6 @@ from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Annotated, Literal, cast
 
-import tomli_w
 from msgspec import Meta
 
 from thor_dflash.core import strict_records
@@ -200,6 +199,8 @@ def encoder_name(patches: int) -> str:
 
 def render(manifest: Manifest) -> str:
     """The text of manifest.toml."""
+    import tomli_w  # here, as commands that only measure a server need no engine
+
     body = tomli_w.dumps(cast("dict[str, object]", strict_records.encode(manifest)))
     return f"{MAGIC}{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
 

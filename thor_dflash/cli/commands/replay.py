@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,6 +77,9 @@ def _check(args: Namespace) -> float | Literal["drafter"] | None:
             raise ConfigError(f"--{option} must be at least 1 (got {count})")
     if args.html:
         output_files.check(args.html, ".html", "--html")
+        import_module(
+            "thor_dflash.cli.report.replay_page"
+        )  # what it lacks is refused before the work
     if args.shape or args.random_weights:
         given = {
             "shape": args.shape,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, FileSystemLoader
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -53,8 +55,6 @@ class Drawing:
 
 def render(template: str, **values: Any) -> str:
     """A page of this folder's templates."""
-    from jinja2 import Environment, FileSystemLoader
-
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
