@@ -251,7 +251,10 @@ def test_the_vision_tower_and_the_rows_of_images_are_checked(tmp_path: Path) -> 
             )
         assert read is None
         assert (seen.step if seen else None) == wrong
-    assert {encoder_name(size) for size in s.manifest.image_patches} < set(walks(s.model))
+    prepared = walks(s.model)
+    assert {encoder_name(size) for size in s.manifest.image_patches} < set(prepared)
+    ids = s.model.engine.read(prepared["prefill"](tokens, 0).inputs["tokens"])
+    assert len(set(ids[ids < 0])) > 1  # each is another row of an image
     reference = Reference(make(s, None, tokens, Silent()))
     report = compare(s, show, reference, tokens, "none", None, Silent())
     assert report.right
