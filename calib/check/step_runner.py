@@ -27,24 +27,23 @@ class StepRunner:
 
     def site(self, call: Call, step: Step) -> CallSite:
         """See SteppableEngine."""
-        program = self._engine.program(call.graph.name)
-        tensors = {**call.inputs, **call.outputs}
-        ports: dict[str, Shaped] = {}
-        for port, name in step.ports.items():
-            if name in program.weights:
-                weight = program.weights[name]
-                ports[port] = Shaped(DType(weight.dtype), weight.shape)
-            elif name in program.values:
-                value = program.values[name].spec(name)
-                ports[port] = Shaped(value.dtype, value.at({}))
-            else:
-                spec = tensors[name].spec
-                ports[port] = Shaped(spec.dtype, spec.at({}))
+        ports = {port: self._shaped(call, name) for port, name in step.ports.items()}
         return CallSite(KERNELS[step.op].op, Attributes(step.attributes), ports)
+
+    def _shaped(self, call: Call, name: str) -> Shaped:
+        program = self._engine.program(call.graph.name)
+        if name in program.weights:
+            weight = program.weights[name]
+            return Shaped(DType(weight.dtype), weight.shape)
+        if name in program.values:
+            spec = program.values[name].spec(name)
+        else:
+            spec = (call.outputs if name in call.outputs else call.inputs)[name].spec
+        return Shaped(spec.dtype, spec.at({}))
 
     def fetch(self, call: Call, step: Step, port: str) -> Array:
         """See SteppableEngine."""
-        shaped = self.site(call, step).ports[port]
+        shaped = self._shaped(call, step.ports[port])
         out = np.empty(shaped.shape, shaped.dtype.numpy)
         address = self._engine.place(call, step, port)
         self._engine.driver.synchronize()
