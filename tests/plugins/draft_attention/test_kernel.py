@@ -18,8 +18,10 @@ from thor_dflash.core.tensors import Array, DType
 from thor_dflash.plugins.context_kv import OP as CONTEXT_KV
 from thor_dflash.plugins.contract import Attribute
 from thor_dflash.plugins.draft_attention import OP as DRAFT_ATTENTION
+from thor_dflash.plugins.draft_attention.launch import STRETCHES
 from thor_dflash.plugins.launch import H100, THOR, Device
 from thor_dflash.plugins.linear.prologue_launch import SLAB
+from thor_dflash.plugins.registry import KERNELS
 
 BF16 = DType.BF16.numpy
 
@@ -44,6 +46,19 @@ def test_a_full_model_shares_the_context_evenly(multiprocessors: int, stretches:
             site_of(DRAFT_ATTENTION, attributes, inputs), device
         )
         assert one.grid == (stretches, 16, 1)
+
+
+def test_every_choice_is_another_launch_that_registers_hold_on_any_device() -> None:
+    rule = KERNELS[DRAFT_ATTENTION.name]
+    _, attributes, inputs = next(iter(sites("draft_attention")))
+    site = site_of(DRAFT_ATTENTION, attributes, inputs)
+    for multiprocessors in range(1, 161):
+        device = Device((9, 0), multiprocessors)
+        choices = rule.candidates(site, device, None)
+        made = [rule.launches(site, device.choosing(site, one))[0].grid[0] for one in choices]
+        assert made[0] == rule.launches(site, device)[0].grid[0]
+        assert len(set(made)) == len(made) > 1
+        assert set(made) <= set(range(2, STRETCHES + 1))
 
 
 def block(
