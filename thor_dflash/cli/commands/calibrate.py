@@ -79,7 +79,8 @@ def _of_package(args: Namespace, config: Config, progress: Progress) -> Document
     def check(text: PackageText) -> None:
         """Read the documents before the package is loaded."""
         dims = text.manifest.target
-        found = read_documents(args.prompts, text.tokenizer, dims.vocab)
+        with progress.task("reading documents"):
+            found = read_documents(args.prompts, text.tokenizer, dims.vocab)
         tokens, longest = [one.tokens for one in found], min(dims.max_position, text.limit)
         documents.extend(beginnings(tokens, config.calibrate, longest))
         if longest < min(config.calibrate.context, max(map(len, tokens))):
