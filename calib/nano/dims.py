@@ -96,7 +96,7 @@ class NanoTowerDims:
     theta: float = 1e4
     eps: float = 1e-6
     shortest: int = 128 * 128
-    longest: int = 256 * 256
+    longest: int = 128 * 128
     """Least and most pixels of a resized image."""
 
     @property
