@@ -20,6 +20,7 @@ from thor_dflash.calib import pictured_files
 from thor_dflash.calib.pictured_files import pairs
 from thor_dflash.calib.plan_requests import answer_of, tokens_of
 from thor_dflash.calib.planbench import judge
+from thor_dflash.calib.planbench.drawing import SIDE
 from thor_dflash.calib.planbench.pictured import (
     SHOWN,
     PicturedTask,
@@ -31,6 +32,7 @@ from thor_dflash.calib.studies.pictures import request_of
 from thor_dflash.runtime.decoding.proposers import DflashDrafter, NoDrafter, Proposer
 from thor_dflash.runtime.session import Request, Session
 from thor_dflash.runtime.session.turn_cache import Conversation, TurnCache
+from thor_dflash.runtime.vision.picture import PixelLimits
 
 EXAMPLES = EYES / "examples"
 TEXT = 128
@@ -66,6 +68,13 @@ def plans(s: Session, pictured: PicturedTask, tokens: Sequence[int]) -> bool:
 def begun(s: Session, request: Request, count: int, proposer: Proposer) -> tuple[int, ...]:
     """The first tokens of an answer."""
     return tokens_of(s.run(replace(request, max_tokens=count), proposer))[:count]
+
+
+def test_a_larger_square_is_resized_to_what_it_was_trained_on(s: Session) -> None:
+    vision = s.manifest.vision
+    assert vision is not None
+    limits = PixelLimits(vision.shortest, vision.longest)
+    assert [limits.resized(side, side) for side in (64, 640, 2000)] == 3 * [(SIDE, SIDE)]
 
 
 def test_one_text_with_two_pictures_gets_two_right_plans(s: Session) -> None:
